@@ -1,0 +1,187 @@
+"""Attention with a relative position bias, a sink and an output gate (spec: inkling2.md).
+
+Scores are formed per block of queries. The bias of a block against the keys it can reach is a band:
+query i meets distance δ at key i + reach - δ, so row i of `r · proj` is shifted right by i.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from inkling_jax.cache import ConvState, LayerCache, read_before, write
+from inkling_jax.config import TextConfig
+from inkling_jax.layers import einsum, l2_clip, log_scale, param, rms
+from inkling_jax.short_conv import DynamicShortConv, ShortConv
+
+MAX_QUERY_BLOCK = 256
+MAX_SCORES = 2**22  # query block × keys; bounds a block's memory at long contexts
+
+
+class Attention(nnx.Module):
+    """Sliding or full attention of one layer."""
+
+    def __init__(self, config: TextConfig, layer: int, dtype: jnp.dtype):
+        shape = config.attention(layer)
+        self.config, self.shape = config, shape
+        hidden, kernel, rel = config.hidden_size, config.conv_kernel_size, config.d_rel
+        heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.wq = param((heads, dim, hidden), ("heads", None, "embed"), dtype)
+        self.wk = param((kv_heads, dim, hidden), ("kv_heads", None, "embed"), dtype)
+        self.wv = param((kv_heads, dim, hidden), ("kv_heads", None, "embed"), dtype)
+        self.wr = param((heads, rel, hidden), ("heads", None, "embed"), dtype)
+        self.gate = param((heads, dim, hidden), ("heads", None, "embed"), dtype)
+        self.sink = param((heads, hidden), ("heads", "embed"), dtype)
+        self.wo = param((hidden, heads, dim), ("embed", "heads", None), dtype)
+        self.q_scale = param((heads, dim), ("heads", None), dtype, "ones")
+        self.r_scale = param((heads, rel), ("heads", None), dtype, "ones")
+        self.rel_proj = param((rel, shape.extent), (None, None), dtype)
+        if shape.sliding:
+            self.k_conv = ShortConv((kv_heads, dim), ("kv_heads", None), kernel)
+            self.v_conv = ShortConv((kv_heads, dim), ("kv_heads", None), kernel)
+        else:
+            self.k_conv = DynamicShortConv(kv_heads, dim, hidden, kernel, dtype)
+            self.v_conv = DynamicShortConv(kv_heads, dim, hidden, kernel, dtype)
+
+    def __call__(
+        self,
+        z_q: Float[Array, "B T D"],
+        z_k: Float[Array, "B T D"],
+        z_v: Float[Array, "B T D"],
+        cache: LayerCache,
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        """Reads `count[b]` tokens a row from position `start[b]` on; the result is float32."""
+        config, dtype = self.config, z_q.dtype
+        q = self.q_scale[...].astype(jnp.float32) * einsum("btd,hkd->bthk", z_q, self.wq[...])
+        q = l2_clip(q, config.qk_l2_clip_threshold)
+        r = self.r_scale[...].astype(jnp.float32) * einsum("btd,hrd->bthr", z_q, self.wr[...])
+        r = l2_clip(r, config.rel_l2_clip_threshold)
+        if not self.shape.sliding:
+            position = start[:, None] + jnp.arange(z_q.shape[1])
+            tau = log_scale(position, config.log_scaling_n_floor, config.log_scaling_alpha)
+            q, r = (x * tau[..., None, None] for x in (q, r))
+        sink = einsum("btd,hd->bth", z_q, self.sink[...])
+
+        k, v, conv = self._keys_and_values(z_k, z_v, cache.conv, start, count)
+        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+        written = LayerCache(write(cache.k, k, start, count), write(cache.v, v, start, count), conv)
+        if window := self.shape.window:
+            k = jnp.concatenate((read_before(cache.k, start, window - 1), k), axis=1)
+            v = jnp.concatenate((read_before(cache.v, start, window - 1), v), axis=1)
+        else:
+            k, v = written.k, written.v
+        q, r = q.astype(dtype), r.astype(dtype)
+        attended = attend(q, k, v, r, self.rel_proj[...], sink, start, window)
+
+        gate = jax.nn.sigmoid(einsum("btd,hkd->bthk", z_q, self.gate[...]))
+        gated = (gate * attended).astype(dtype)
+        return einsum("bthk,dhk->btd", gated, self.wo[...]), written
+
+    def _keys_and_values(self, z_k, z_v, conv: ConvState, start, count):
+        u_k = einsum("btd,hkd->bthk", z_k, self.wk[...])
+        u_v = einsum("btd,hkd->bthk", z_v, self.wv[...])
+        if self.shape.sliding:
+            k, k_state = self.k_conv(u_k, conv.k, start, count)
+            v, v_state = self.v_conv(u_v, conv.v, start, count)
+        else:
+            k, k_state = self.k_conv(u_k, z_k, conv.k, start, count)
+            v, v_state = self.v_conv(u_v, z_v, conv.v, start, count)
+        k = l2_clip(k, self.config.qk_l2_clip_threshold)
+        v = rms(v, self.config.rms_norm_eps)
+        return k, v, ConvState(k_state, v_state, conv.attn, conv.mlp)
+
+
+def attend(
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B S K d"],
+    v: Float[Array, "B S K d"],
+    r: Float[Array, "B T H R"],
+    proj: Float[Array, "R E"],
+    sink: Float[Array, "B T H"],
+    start: Int[Array, " B"],
+    window: int | None,
+) -> Float[Array, "B T H d"]:
+    """Softmax attention with the bias r · proj[:, δ] for 0 ≤ δ < E and one sink logit, in float32.
+
+    Query t of row b has position start[b] + t. Key s has position s without a window, and
+    start[b] - (window - 1) + s with one (the keys before the call, then those of the call).
+    """
+    b, t, h, d = q.shape
+    kv_heads = k.shape[2]
+    block = min(t, MAX_QUERY_BLOCK)
+    if window is None:
+        block = min(block, max(16, MAX_SCORES // k.shape[1]))
+    n_blocks = -(-t // block)
+    pad = n_blocks * block - t
+
+    def grouped(x):  # [B, T, H, ...] -> [blocks, B, block, K, G, ...]
+        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+        x = x.reshape(b, n_blocks, block, kv_heads, h // kv_heads, *x.shape[3:])
+        return jnp.moveaxis(x, 1, 0)
+
+    if window is not None:
+        k, v = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (k, v))
+
+    def one_block(args):
+        first, q, r, sink = args
+        band = _band(einsum("bqkgr,re->bkgqe", r, proj))
+        if window is None:
+            keys, values, bias, visible = k, v, *_full(band, start + first, k.shape[1], t + pad)
+        else:
+            span = block + window - 1
+            keys, values = (jax.lax.dynamic_slice_in_dim(x, first, span, axis=1) for x in (k, v))
+            bias, visible = band, _sliding(start + first, block, window)
+        scores = einsum("bqkgd,bskd->bkgqs", q, keys) / math.sqrt(d) + bias
+        probs = _softmax_with_sink(scores, visible[:, None, None], jnp.moveaxis(sink, 1, 3))
+        return einsum("bkgqs,bskd->bqkgd", probs.astype(v.dtype), values)
+
+    blocks = (jnp.arange(n_blocks) * block, grouped(q), grouped(r), grouped(sink))
+    if n_blocks == 1:
+        out = one_block(jax.tree.map(lambda x: x[0], blocks))[None]
+    else:
+        out = jax.lax.map(one_block, blocks)
+    return jnp.moveaxis(out, 0, 1).reshape(b, t + pad, h, d)[:, :t]
+
+
+def _band(bias: Float[Array, "B K G Q E"]) -> Float[Array, "B K G Q Q+E-1"]:
+    """Lays bias[i, δ] at key i + E - 1 - δ of the Q + E - 1 keys that a block reaches, else 0."""
+    q, extent = bias.shape[-2:]
+    # Row i of the reversed bias starts at key i: rows of width n read with stride n - 1 shift so.
+    rows = jnp.pad(bias[..., ::-1], ((0, 0),) * 4 + ((0, q),))
+    flat = rows.reshape(*bias.shape[:3], q * (q + extent))
+    return flat[..., : q * (q + extent - 1)].reshape(*bias.shape[:3], q, q + extent - 1)
+
+
+def _sliding(first: Int[Array, " B"], q: int, window: int) -> Bool[Array, "B q S"]:
+    """Tells which of the q + window - 1 keys each query sees: 0 ≤ δ < window, position ≥ 0."""
+    query, key = jnp.arange(q)[:, None], jnp.arange(q + window - 1)
+    distance = query + window - 1 - key
+    exists = first[:, None, None] - (window - 1) + key >= 0
+    return (distance >= 0) & (distance < window) & exists
+
+
+def _full(band: Float[Array, "B K G Q N"], first: Int[Array, " B"], keys: int, slack: int):
+    """Returns (bias over all `keys`, which of them each query sees); the band ends at the query."""
+    q, n = band.shape[-2:]
+    before = n - q  # keys of the band before the block's first query
+    room = jnp.zeros((*band.shape[:-1], before + keys + slack), band.dtype)
+    place = jax.vmap(lambda x, b, at: jax.lax.dynamic_update_slice_in_dim(x, b, at, axis=-1))
+    bias = place(room, band, first)[..., before : before + keys]
+    position = first[:, None, None] + jnp.arange(q)[:, None]
+    return bias, jnp.arange(keys) <= position
+
+
+def _softmax_with_sink(
+    scores: Float[Array, "B K G Q S"],
+    visible: Bool[Array, "B 1 1 Q S"],
+    sink: Float[Array, "B K G Q"],
+) -> Float[Array, "B K G Q S"]:
+    """softmax over the visible scores and the sink, which takes weight and gives nothing."""
+    scores = jnp.where(visible, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), sink))
+    weights = jnp.exp(scores - top[..., None])
+    return weights / (jnp.sum(weights, axis=-1) + jnp.exp(sink - top))[..., None]

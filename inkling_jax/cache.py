@@ -1,0 +1,101 @@
+"""What a model remembers of the tokens it has read.
+
+Every buffer is a ring by position: the token at position p lies in slot p mod S. Full layers hold
+their whole capacity, so their ring never wraps. Sliding layers and convolutions hold what is still
+visible plus `max_block` slots more, so that a block of at most `max_block` tokens can be written
+and taken back: `rollback` only lowers the lengths, and slots of rejected tokens are out of sight
+until they are written again.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from inkling_jax.config import TextConfig
+
+_pytree = functools.partial(jax.tree_util.register_dataclass, meta_fields=[])
+
+
+@functools.partial(_pytree, data_fields=["k", "v", "attn", "mlp"])
+@dataclasses.dataclass(frozen=True)
+class ConvState:
+    """The last inputs of a layer's four short convolutions, float32."""
+
+    k: Float[Array, "B Sc K d"]
+    v: Float[Array, "B Sc K d"]
+    attn: Float[Array, "B Sc D"]
+    mlp: Float[Array, "B Sc D"]
+
+
+@functools.partial(_pytree, data_fields=["k", "v", "conv"])
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Keys and values as attention reads them, and the inputs of the convolutions."""
+
+    k: Float[Array, "B S K d"]
+    v: Float[Array, "B S K d"]
+    conv: ConvState
+
+
+@functools.partial(_pytree, data_fields=["layers", "length"])
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The state of a batch; `length[b]` tokens of row b have been read."""
+
+    layers: tuple[LayerCache, ...]
+    length: Int[Array, " B"]
+
+
+def init_cache(
+    config: TextConfig, batch: int, capacity: int, max_block: int, dtype: jnp.dtype
+) -> Cache:
+    """Returns an empty cache for `capacity` tokens a row.
+
+    Args:
+      max_block: the longest block of tokens that may be taken back, at least 1.
+      dtype: of keys and values.
+    """
+    conv_slots = config.conv_kernel_size - 1 + max_block
+    layers = []
+    for i in range(config.num_hidden_layers):
+        shape = config.attention(i)
+        slots = capacity if shape.window is None else min(capacity, shape.window + max_block)
+        heads = (shape.kv_heads, shape.head_dim)
+        kv = functools.partial(jnp.zeros, (batch, slots, *heads), dtype)
+        head_conv = functools.partial(jnp.zeros, (batch, conv_slots, *heads), jnp.float32)
+        conv = functools.partial(jnp.zeros, (batch, conv_slots, config.hidden_size), jnp.float32)
+        layers.append(LayerCache(kv(), kv(), ConvState(head_conv(), head_conv(), conv(), conv())))
+    return Cache(tuple(layers), jnp.zeros(batch, jnp.int32))
+
+
+def rollback(cache: Cache, length: Int[Array, " B"]) -> Cache:
+    """Takes back the tokens from position `length[b]` on; at most `max_block` of them."""
+    return dataclasses.replace(cache, length=length)
+
+
+def write(
+    buffer: Shaped[Array, "B S ..."],
+    new: Shaped[Array, "B T ..."],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> Shaped[Array, "B S ..."]:
+    """Writes row b's first `count[b]` of T entries at positions `start[b]`…; padding is dropped."""
+    slots, t = buffer.shape[1], jnp.arange(new.shape[1])
+    kept = (t < count[:, None]) & (t >= count[:, None] - slots)
+    slot = jnp.where(kept, (start[:, None] + t) % slots, slots)
+    row = jnp.arange(buffer.shape[0])[:, None]
+    return buffer.at[row, slot].set(new.astype(buffer.dtype), mode="drop")
+
+
+def read_before(
+    buffer: Shaped[Array, "B S ..."], start: Int[Array, " B"], n: int
+) -> Shaped[Array, "B n ..."]:
+    """Returns the entries of positions `start[b] - n`…`start[b] - 1`, zeros before position 0."""
+    position = start[:, None] + jnp.arange(-n, 0)
+    row = jnp.arange(buffer.shape[0])[:, None]
+    found = buffer[row, position % buffer.shape[1]]
+    before = (position < 0).reshape(*position.shape, *(1,) * (buffer.ndim - 2))
+    return jnp.where(before, jnp.zeros((), buffer.dtype), found)

@@ -1,0 +1,212 @@
+"""The whole model: embedding → layers → logits, parameters and cache in, cache out.
+
+`Model` holds parameters only. The functions below take them as a pytree (the `nnx.State` of
+`nnx.split(Model(config))`), so that they can be jitted, donated and sharded like any other array.
+"""
+
+import functools
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from inkling_jax.attention import Attention
+from inkling_jax.cache import Cache, ConvState, LayerCache
+from inkling_jax.config import Config, TextConfig
+from inkling_jax.layers import RMSNorm, einsum, param, softcap
+from inkling_jax.moe import Experts, Moe, experts
+from inkling_jax.residual import mix
+from inkling_jax.short_conv import ShortConv
+from inkling_jax.vision import VisionTower
+
+
+class DecoderLayer(nnx.Module):
+    """One decoder layer; the five steps of the spec's "Decoder layer"."""
+
+    def __init__(self, config: TextConfig, layer: int, dtype: jnp.dtype):
+        hidden, kernel = config.hidden_size, config.conv_kernel_size
+        self.starts_block = config.starts_block(layer)
+        self.sliding = config.attention(layer).sliding
+        norm = functools.partial(RMSNorm, hidden, config.rms_norm_eps, dtype)
+        if self.sliding:
+            self.attn_norm = norm()
+        else:
+            self.q_norm, self.k_norm, self.v_norm = norm(), norm(), norm()
+        queries = () if self.sliding else (3,)
+        axes = (*(None for _ in queries), "embed")
+        self.attn_query = param((*queries, hidden), axes, jnp.float32, "zeros") if layer else None
+        self.attn = Attention(config, layer, dtype)
+        self.attn_conv = ShortConv((hidden,), ("embed",), kernel)
+        self.mlp_query = param((hidden,), ("embed",), jnp.float32, "zeros")
+        self.mlp_norm = norm()
+        self.moe = Moe(config, dtype)
+        self.mlp_conv = ShortConv((hidden,), ("embed",), kernel)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        blocks: list[Float[Array, "B T D"]],
+        cache: LayerCache,
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        experts: Experts,
+    ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]], LayerCache]:
+        """Returns (the new running sum, the finished blocks, the new cache)."""
+        dtype = x.dtype
+        with jax.named_scope("attention"):
+            h = x if self.attn_query is None else mix(self.attn_query[...], blocks, x)
+            a, cache = self.attn(*self._attention_inputs(h, dtype), cache, start, count)
+            a, attn_state = self.attn_conv(a, cache.conv.attn, start, count)
+        if self.starts_block:
+            blocks, r = [*blocks, x], a
+        else:
+            r = x.astype(jnp.float32) + a
+        with jax.named_scope("moe"):
+            z = self.mlp_norm(mix(self.mlp_query[...], blocks, r), dtype)
+            m = self.moe(z, jnp.arange(x.shape[1]) < count[:, None], experts)
+            m, mlp_state = self.mlp_conv(m, cache.conv.mlp, start, count)
+        conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
+        return (r + m).astype(dtype), blocks, LayerCache(cache.k, cache.v, conv)
+
+    def _attention_inputs(self, h, dtype):
+        """Returns the normed inputs of (q, k, v)."""
+        if self.sliding:
+            return (self.attn_norm(h, dtype),) * 3
+        inputs = (h,) * 3 if self.attn_query is None else tuple(h)
+        norms = (self.q_norm, self.k_norm, self.v_norm)
+        return tuple(norm(x, dtype) for norm, x in zip(norms, inputs, strict=True))
+
+
+class Embedding(nnx.Module):
+    """One row per token of the (padded) vocabulary."""
+
+    def __init__(self, vocab: int, hidden: int, dtype: jnp.dtype):
+        self.weight = param((vocab, hidden), ("vocab", "embed"), dtype)
+
+
+class Model(nnx.Module):
+    """Inkling 2: parameters only; see `forward`.
+
+    Args:
+      dtype: of all parameters but those that the reference keeps in float32.
+    """
+
+    def __init__(self, config: Config, dtype: jnp.dtype = jnp.float32):
+        text = config.text
+        self.embed = Embedding(text.vocab_size, text.hidden_size, dtype)
+        self.embed_norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype)
+        self.layers = nnx.List(
+            [DecoderLayer(text, i, dtype) for i in range(text.num_hidden_layers)]
+        )
+        self.output_query = param((text.hidden_size,), ("embed",), jnp.float32, "zeros")
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype)
+        self.unembed = Embedding(text.vocab_size, text.hidden_size, dtype)
+        self.vision = VisionTower(config.vision, dtype)
+
+
+@functools.cache
+def graphdef(config: Config) -> nnx.GraphDef:
+    """Returns the structure that `nnx.merge` joins with parameters to a `Model`."""
+    return nnx.split(Model(config))[0]
+
+
+def abstract_params(config: Config, dtype: jnp.dtype = jnp.float32) -> nnx.State:
+    """Returns the parameters' shapes, dtypes and logical axes, without values."""
+    return nnx.split(Model(config, dtype))[1]
+
+
+def init_params(config: Config, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> nnx.State:
+    """Draws parameters at random: normal with variance 1 / fan-in, norms one, biases zero."""
+
+    def draw(path, variable: nnx.Param) -> nnx.Param:
+        spec = variable.get_value()
+        if variable.init != "normal":
+            return variable.replace(getattr(jnp, variable.init)(spec.shape, spec.dtype))
+        name = "/".join(str(k) for k in path)
+        leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        fan_in = spec.shape[-1]
+        value = jax.random.normal(leaf_key, spec.shape, jnp.float32) / fan_in**0.5
+        return variable.replace(value.astype(spec.dtype))
+
+    flat = nnx.to_flat_state(abstract_params(config, dtype))
+    return nnx.from_flat_state([(path, draw(path, v)) for path, v in flat])
+
+
+class Forward(NamedTuple):
+    """What one pass over new tokens gives.
+
+    hidden: [B, T, D] after the final norm, ready for `unembed`.
+    cache: the cache with the new tokens read.
+    taps: the outputs of the layers asked for, [B, T, D] each (-1: the embedding output).
+    """
+
+    hidden: Float[Array, "B T D"]
+    cache: Cache
+    taps: tuple[Float[Array, "B T D"], ...]
+
+
+def forward(
+    params: nnx.State,
+    config: Config,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    cache: Cache,
+    features: Float[Array, "P D"] | None = None,
+    image_index: Int[Array, "B T"] | None = None,
+    *,
+    taps: tuple[int, ...] = (),
+    experts: Experts = experts,
+) -> Forward:
+    """Reads new tokens after those in the cache.
+
+    Args:
+      tokens: ids; row b's first `lengths[b]` are real, the rest is padding that leaves no trace.
+      features: image features from `encode_image`, of all images of the batch.
+      image_index: the row of `features` that stands in for each token's embedding, -1 for text.
+      taps: layers whose outputs are wanted.
+      experts: how routed experts are computed.
+    """
+    model = nnx.merge(graphdef(config), params)
+    start = cache.length
+    with jax.named_scope("embed"):
+        weight = model.embed.weight[...]
+        x = model.embed_norm(weight[tokens], weight.dtype)
+        if features is not None:
+            image = features.astype(x.dtype)[jnp.maximum(image_index, 0)]
+            x = jnp.where((image_index >= 0)[..., None], image, x)
+    outputs, blocks, layers = {-1: x}, [], []
+    for i, layer in enumerate(model.layers):
+        with jax.named_scope(f"layer_{i}"):
+            x, blocks, state = layer(x, blocks, cache.layers[i], start, lengths, experts)
+        outputs[i] = x
+        layers.append(state)
+    with jax.named_scope("final"):
+        hidden = model.norm(mix(model.output_query[...], blocks, x), x.dtype)
+    cache = Cache(tuple(layers), start + lengths)
+    return Forward(hidden, cache, tuple(outputs[i] for i in taps))
+
+
+def unembed(
+    params: nnx.State, config: Config, hidden: Float[Array, "... D"]
+) -> Float[Array, "... V"]:
+    """Returns softcapped float32 logits of the real (unpadded) vocabulary."""
+    text = config.text
+    with jax.named_scope("unembed"):
+        logits = einsum("...d,vd->...v", hidden, params["unembed"]["weight"][...])
+        logits = softcap(logits, text.final_logit_softcapping)
+        return logits[..., : text.unpadded_vocab_size]
+
+
+def encode_image(
+    params: nnx.State, config: Config, tiles: Float[Array, "P t t 3"], grid: Int[Array, "2"]
+) -> Float[Array, "P D"]:
+    """Returns one feature per tile of an image of grid = (rows, columns) tiles.
+
+    Tiles are in raster order, values as `images.tiles` makes them; tiles beyond rows · columns are
+    padding and their features mean nothing.
+    """
+    with jax.named_scope("vision"):
+        return nnx.merge(graphdef(config), params).vision(tiles, grid)

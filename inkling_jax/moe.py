@@ -1,0 +1,143 @@
+"""Mixture of experts: sigmoid router and softcapped SwiGLU experts (spec: inkling2.md, "MoE")."""
+
+import functools
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from inkling_jax.config import TextConfig
+from inkling_jax.layers import einsum, param, softcap
+from inkling_jax.quant import Weights, dequantize
+
+GATHER_PICKS = 64  # up to here each pick fetches its expert; beyond, tokens are sorted by expert
+ROWS_PER_BLOCK = 64
+
+
+class Experts(Protocol):
+    """Computes routed experts: see `experts`."""
+
+    def __call__(
+        self,
+        z: Float[Array, "N D"],
+        picks: Int[Array, "N k"],
+        weights: Float[Array, "N k"],
+        w13: Weights,
+        w2: Weights,
+        gate_cap: float,
+        up_cap: float,
+    ) -> Float[Array, "N D"]: ...
+
+
+class Moe(nnx.Module):
+    """Router and routed experts of one layer."""
+
+    def __init__(self, config: TextConfig, dtype: jnp.dtype):
+        self.config = config
+        n, hidden, width = (
+            config.n_routed_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
+        self.gate = param((n, hidden), (None, "embed"), jnp.float32)
+        self.bias = param((n,), (None,), jnp.float32, "zeros")
+        self.w13 = param((n, 2 * width, hidden), ("experts", "expert_width", "embed"), dtype)
+        self.w2 = param((n, hidden, width), ("experts", "embed", "expert_width"), dtype)
+
+    def __call__(
+        self, z: Float[Array, "B T D"], real: Bool[Array, "B T"], experts: Experts
+    ) -> Float[Array, "B T D"]:
+        """Returns the weighted sum of each real token's experts, float32; padding gives zeros."""
+        config = self.config
+        flat = z.reshape(-1, z.shape[-1])
+        picks, weights = route(
+            flat, self.gate[...], self.bias[...], config.num_experts_per_tok, config.route_scale
+        )
+        real = real.reshape(-1, 1)
+        picks = jnp.where(real, picks, config.n_routed_experts)
+        weights = jnp.where(real, weights, 0.0)
+        w13, w2 = self.w13.get_value(), self.w2.get_value()
+        caps = (config.mlp_gate_softcap, config.mlp_up_softcap)
+        return experts(flat, picks, weights, w13, w2, *caps).reshape(z.shape)
+
+
+def route(
+    z: Float[Array, "N D"],
+    gate: Float[Array, "n D"],
+    bias: Float[Array, " n"],
+    k: int,
+    scale: float,
+) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
+    """Picks the k experts of the largest sigmoid(gate · z) + bias, ties to the lower index.
+
+    Returns them with their weights s / (Σ s + 1e-20) · scale; the bias takes no part in these.
+    """
+    scores = jax.nn.sigmoid(einsum("td,nd->tn", z.astype(jnp.float32), gate))
+    picks = jax.lax.top_k(scores + bias, k)[1]
+    weights = jnp.take_along_axis(scores, picks, axis=-1)
+    return picks, weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20) * scale
+
+
+def swiglu(
+    gate_up: Float[Array, "... 2*I"], gate_cap: float, up_cap: float
+) -> Float[Array, "... I"]:
+    """softcap(g) · sigmoid(g) · softcap(u) in float32, of interleaved rows g0, u0, g1, u1, …"""
+    pairs = gate_up.astype(jnp.float32).reshape(*gate_up.shape[:-1], -1, 2)
+    g, u = pairs[..., 0], pairs[..., 1]
+    return softcap(g, gate_cap) * jax.nn.sigmoid(g) * softcap(u, up_cap)
+
+
+def experts(
+    z: Float[Array, "N D"],
+    picks: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    w13: Weights,
+    w2: Weights,
+    gate_cap: float,
+    up_cap: float,
+) -> Float[Array, "N D"]:
+    """Returns Σ_k weights · expert_picks(z) per token in float32; a pick of n is no expert.
+
+    Packed experts are dequantized as they are used, never all at once.
+    """
+    compute = _gathered if picks.size <= GATHER_PICKS else _by_expert
+    swish = functools.partial(swiglu, gate_cap=gate_cap, up_cap=up_cap)
+    return compute(z, picks, weights, w13, w2, swish)
+
+
+def _gathered(z, picks, weights, w13, w2, swish):
+    """Every pick multiplies with its own copy of the expert it names."""
+    flat = jnp.minimum(picks.reshape(-1), w13.shape[0] - 1)
+    x = jnp.repeat(z, picks.shape[1], axis=0)
+    act = swish(einsum("nd,nfd->nf", x, dequantize(w13[flat], z.dtype))).astype(z.dtype)
+    y = einsum("nf,ndf->nd", act, dequantize(w2[flat], z.dtype))
+    return einsum("tk,tkd->td", weights, y.reshape(*picks.shape, -1))
+
+
+def _by_expert(z, picks, weights, w13, w2, swish):
+    """Tokens sorted by expert, in blocks of one expert each; only blocks with tokens are visited.
+
+    The number of blocks depends on the picks, so this path has no gradient.
+    """
+    n, k = w13.shape[0], picks.shape[1]
+    order = jnp.argsort(picks.reshape(-1), stable=True)
+    expert = picks.reshape(-1)[order]
+    sizes = jnp.bincount(picks.reshape(-1), length=n)
+    begins = jnp.cumsum(sizes) - sizes
+    blocks = -(-sizes // ROWS_PER_BLOCK)
+    last_block = jnp.cumsum(blocks)
+
+    def visit(i, out):
+        e = jnp.searchsorted(last_block, i, side="right")
+        rank = (i - (last_block[e] - blocks[e])) * ROWS_PER_BLOCK + jnp.arange(ROWS_PER_BLOCK)
+        at = jnp.minimum(begins[e] + rank, expert.size - 1)
+        assignment, mine = order[at], rank < sizes[e]
+        token = jnp.where(mine, assignment // k, z.shape[0])
+        x = z.at[token].get(mode="fill", fill_value=0)
+        act = swish(einsum("nd,fd->nf", x, dequantize(w13[e[None]], z.dtype)[0])).astype(z.dtype)
+        y = einsum("nf,df->nd", act, dequantize(w2[e[None]], z.dtype)[0])
+        return out.at[token].add(weights.reshape(-1)[assignment, None] * y, mode="drop")
+
+    return jax.lax.fori_loop(0, last_block[-1], visit, jnp.zeros(z.shape, jnp.float32))

@@ -1,0 +1,70 @@
+"""Short causal depthwise convolutions in float32 (spec: inkling2.md, "Short convolution").
+
+Both take the cached inputs of the tokens before the call and return them with the new ones added.
+"""
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from inkling_jax.cache import read_before, write
+from inkling_jax.layers import einsum, param
+
+
+def _with_past(u, state, start, count, reach):
+    """Returns ([B, reach + T, ...] inputs from `reach` tokens back, the new state)."""
+    inputs = jnp.concatenate((read_before(state, start, reach), u), axis=1)
+    return inputs, write(state, u, start, count)
+
+
+class ShortConv(nnx.Module):
+    """Static taps: y_t = (Σ_j w[ch, j] · u_{t-(c-1)+j} + u_t) / sqrt(c + 1)."""
+
+    def __init__(self, channels: tuple[int, ...], axes: tuple[str | None, ...], kernel: int):
+        self.weight = param((*channels, kernel), (*axes, None), jnp.float32)
+
+    def __call__(
+        self,
+        u: Float[Array, "B T *ch"],
+        state: Float[Array, "B S *ch"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B T *ch"], Float[Array, "B S *ch"]]:
+        """Convolves u, whose row b holds `count[b]` real tokens from position `start[b]` on."""
+        w, t = self.weight[...], u.shape[1]
+        c = w.shape[-1]
+        inputs, state = _with_past(u, state, start, count, c - 1)
+        y = sum((w[..., j] * inputs[:, j : j + t] for j in range(c)), u)
+        return y / math.sqrt(c + 1), state
+
+
+class DynamicShortConv(nnx.Module):
+    """Static taps plus taps computed from the current token, shared within a KV head:
+    y_t = (Σ_l (static[l] + (dynamic · z_t)[head, l]) · u_{t-l} + u_t) / sqrt(2c + 1)."""
+
+    def __init__(self, kv_heads: int, head_dim: int, hidden: int, kernel: int, dtype: jnp.dtype):
+        self.static = param(
+            (kernel, kv_heads, head_dim), (None, "kv_heads", None), jnp.float32, "zeros"
+        )
+        self.dynamic = param((kv_heads, kernel, hidden), ("kv_heads", None, "embed"), dtype)
+
+    def __call__(
+        self,
+        u: Float[Array, "B T K d"],
+        z: Float[Array, "B T D"],
+        state: Float[Array, "B S K d"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B T K d"], Float[Array, "B S K d"]]:
+        """Convolves u, whose taps come from z, the normed input of u's projection."""
+        static, t = self.static[...], u.shape[1]
+        c = static.shape[0]
+        dynamic = einsum("btd,kld->btkl", z, self.dynamic[...])
+        inputs, state = _with_past(u, state, start, count, c - 1)
+        y = u
+        for lag in range(c):
+            taps = static[lag] + dynamic[..., lag, None]
+            y = y + taps * inputs[:, c - 1 - lag : c - 1 - lag + t]
+        return y / math.sqrt(2 * c + 1), state
