@@ -1,0 +1,72 @@
+"""What every test runs under: 8 simulated CPU devices, strict promotion, checked shapes."""
+
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+
+import jaxtyping
+import pytest
+
+# JAX reads all of these when it is first imported. Workers inherit them, so that what one
+# compiled in this run serves the others; JAX_PLATFORMS=cuda,cpu is how the GPU tests are run.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+_own_cache = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if _own_cache:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="inkling-jax-tests-")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+jaxtyping.install_import_hook(
+    ["inkling_jax", "pallas_kernels", "sharding", "checkpoints"], "shape_checks.check"
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--summary", metavar="FILE", help="write a summary of the run as JSON")
+
+
+def pytest_collection_modifyitems(items):
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import jax
+
+    if jax.default_backend() != "gpu":
+        skip = pytest.mark.skip(reason="needs a CUDA device and JAX_PLATFORMS=cuda,cpu")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if path := config.getoption("--summary"):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(run_summary(terminalreporter.stats), file, indent=1)
+            file.write("\n")
+
+
+def run_summary(stats):
+    """Returns what a committed result states of a test run: counts, device, commit, date."""
+    import jax
+
+    count = {name: len(stats.get(name, ())) for name in ("passed", "skipped", "failed", "error")}
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return {
+        "run": count["passed"] + count["failed"] + count["error"],
+        "passed": count["passed"],
+        "skipped": count["skipped"],
+        "failed": count["failed"] + count["error"],
+        "device": jax.devices()[0].device_kind,
+        "commit": git.stdout.strip() or None,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def pytest_unconfigure():
+    if _own_cache:  # a worker finds the variable set, so only the first process removes it
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

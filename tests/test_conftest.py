@@ -1,0 +1,68 @@
+"""The rules that conftest.py sets for all other tests are in force."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from inkling_jax.config import inkling2_small
+
+
+def test_there_are_eight_cpu_devices():
+    assert len(jax.devices("cpu")) == 8
+
+
+def test_mixed_dtypes_are_refused():
+    with pytest.raises(jax.dtypes.TypePromotionError):
+        jnp.ones(2, jnp.float32) + jnp.ones(2, jnp.bfloat16)
+
+
+def test_our_functions_check_their_arguments():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        inkling2_small().text.attention("0")  # pyright: ignore[reportArgumentType]
+
+
+def test_shapes_are_checked_but_not_those_of_rebuilt_dataclasses(tmp_path, monkeypatch):
+    (tmp_path / "shaped.py").write_text(
+        "import dataclasses, jax\n"
+        "from jaxtyping import Array, Float\n"
+        "@jax.tree_util.register_dataclass\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Pair:\n"
+        "  a: Float[Array, '2']\n"
+        "def add(x: Float[Array, 'N'], y: Float[Array, 'N']) -> Float[Array, 'N']:\n"
+        "  return x + y\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with jaxtyping.install_import_hook("shaped", "shape_checks.check"):
+        import shaped  # pyright: ignore[reportMissingImports]
+    assert shaped.add(jnp.ones(2), jnp.ones(2)).sum() == 4
+    with pytest.raises(jaxtyping.TypeCheckError):
+        shaped.add(jnp.ones(2), jnp.ones(3))
+    names = jax.tree.map(str, shaped.Pair(jnp.ones(2)))
+    assert isinstance(names.a, str)
+
+
+def test_summary_counts_the_run(tmp_path):
+    here = pathlib.Path(__file__).parent
+    (tmp_path / "conftest.py").write_text((here / "conftest.py").read_text())
+    (tmp_path / "shape_checks.py").write_text((here / "shape_checks.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "@pytest.mark.gpu\n"
+        "def test_gpu(): assert False\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n1", "--summary", "out.json"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 1
+    summary = json.loads((tmp_path / "out.json").read_text())
+    counts = [summary[name] for name in ("run", "passed", "skipped", "failed")]
+    assert counts == [2, 1, 1, 1]
+    assert summary["device"] == "cpu"
