@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.cache import ConvState, LayerCache, read_before, write
@@ -23,7 +24,7 @@ MAX_SCORES = 2**22  # query block × keys; bounds a block's memory at long conte
 class Attention(nnx.Module):
     """Sliding or full attention of one layer."""
 
-    def __init__(self, config: TextConfig, layer: int, dtype: jnp.dtype):
+    def __init__(self, config: TextConfig, layer: int, dtype: DTypeLike):
         shape = config.attention(layer)
         self.config, self.shape = config, shape
         hidden, kernel, rel = config.hidden_size, config.conv_kernel_size, config.d_rel

@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from inkling_jax.config import TextConfig
@@ -50,7 +51,7 @@ class Cache:
 
 
 def init_cache(
-    config: TextConfig, batch: int, capacity: int, max_block: int, dtype: jnp.dtype
+    config: TextConfig, batch: int, capacity: int, max_block: int, dtype: DTypeLike
 ) -> Cache:
     """Returns an empty cache for `capacity` tokens a row.
 

@@ -5,6 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 Init = Literal["normal", "ones", "zeros"]
@@ -13,7 +14,7 @@ Init = Literal["normal", "ones", "zeros"]
 def param(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     init: Init = "normal",
 ) -> nnx.Param:
     """Declares a tensor once: shape, dtype, the logical name of each axis and how to draw it.
@@ -64,11 +65,11 @@ def log_scale(position: Int[Array, "B T"], floor: int, alpha: float) -> Float[Ar
 class RMSNorm(nnx.Module):
     """rmsnorm(x, w) = rms(x) · w."""
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
         self.eps = eps
         self.weight = param((size,), ("embed",), dtype, "ones")
 
-    def __call__(self, x: Float[Array, "... D"], dtype: jnp.dtype) -> Float[Array, "... D"]:
+    def __call__(self, x: Float[Array, "... D"], dtype: DTypeLike) -> Float[Array, "... D"]:
         weight = self.weight[...].astype(jnp.float32)
         return (rms(x, self.eps) * weight).astype(dtype)
 
@@ -76,7 +77,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer norm with weight and bias (vision tower)."""
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
         self.eps = eps
         self.weight = param((size,), ("vision_embed",), dtype, "ones")
         self.bias = param((size,), ("vision_embed",), dtype, "zeros")
@@ -92,7 +93,7 @@ class LayerNorm(nnx.Module):
 class Linear(nnx.Module):
     """y = weight · x (+ bias), weight as published: [out, in] (vision tower)."""
 
-    def __init__(self, shape: tuple[int, int], axes: tuple[str, str], dtype: jnp.dtype, bias: bool):
+    def __init__(self, shape: tuple[int, int], axes: tuple[str, str], dtype: DTypeLike, bias: bool):
         self.weight = param(shape, axes, dtype)
         self.bias = param(shape[:1], axes[:1], dtype, "zeros") if bias else None
 

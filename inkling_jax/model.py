@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from inkling_jax.attention import Attention
@@ -26,7 +27,7 @@ from inkling_jax.vision import VisionTower
 class DecoderLayer(nnx.Module):
     """One decoder layer; the five steps of the spec's "Decoder layer"."""
 
-    def __init__(self, config: TextConfig, layer: int, dtype: jnp.dtype):
+    def __init__(self, config: TextConfig, layer: int, dtype: DTypeLike):
         hidden, kernel = config.hidden_size, config.conv_kernel_size
         self.starts_block = config.starts_block(layer)
         self.sliding = config.attention(layer).sliding
@@ -83,7 +84,7 @@ class DecoderLayer(nnx.Module):
 class Embedding(nnx.Module):
     """One row per token of the (padded) vocabulary."""
 
-    def __init__(self, vocab: int, hidden: int, dtype: jnp.dtype):
+    def __init__(self, vocab: int, hidden: int, dtype: DTypeLike):
         self.weight = param((vocab, hidden), ("vocab", "embed"), dtype)
 
 
@@ -94,7 +95,7 @@ class Model(nnx.Module):
       dtype: of all parameters but those that the reference keeps in float32.
     """
 
-    def __init__(self, config: Config, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: Config, dtype: DTypeLike = jnp.float32):
         text = config.text
         self.embed = Embedding(text.vocab_size, text.hidden_size, dtype)
         self.embed_norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype)
@@ -113,12 +114,12 @@ def graphdef(config: Config) -> nnx.GraphDef:
     return nnx.split(Model(config))[0]
 
 
-def abstract_params(config: Config, dtype: jnp.dtype = jnp.float32) -> nnx.State:
+def abstract_params(config: Config, dtype: DTypeLike = jnp.float32) -> nnx.State:
     """Returns the parameters' shapes, dtypes and logical axes, without values."""
     return nnx.split(Model(config, dtype))[1]
 
 
-def init_params(config: Config, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> nnx.State:
+def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> nnx.State:
     """Draws parameters at random: normal with variance 1 / fan-in, norms one, biases zero."""
 
     def draw(path, variable: nnx.Param) -> nnx.Param:

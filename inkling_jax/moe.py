@@ -1,11 +1,12 @@
 """Mixture of experts: sigmoid router and softcapped SwiGLU experts (spec: inkling2.md, "MoE")."""
 
 import functools
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.config import TextConfig
@@ -16,25 +17,13 @@ GATHER_PICKS = 64  # up to here each pick fetches its expert; beyond, tokens are
 ROWS_PER_BLOCK = 64
 
 
-class Experts(Protocol):
-    """Computes routed experts: see `experts`."""
-
-    def __call__(
-        self,
-        z: Float[Array, "N D"],
-        picks: Int[Array, "N k"],
-        weights: Float[Array, "N k"],
-        w13: Weights,
-        w2: Weights,
-        gate_cap: float,
-        up_cap: float,
-    ) -> Float[Array, "N D"]: ...
+Experts = Callable[..., Float[Array, "N D"]]  # computes routed experts as `experts` below does
 
 
 class Moe(nnx.Module):
     """Router and routed experts of one layer."""
 
-    def __init__(self, config: TextConfig, dtype: jnp.dtype):
+    def __init__(self, config: TextConfig, dtype: DTypeLike):
         self.config = config
         n, hidden, width = (
             config.n_routed_experts,
@@ -80,10 +69,8 @@ def route(
     return picks, weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20) * scale
 
 
-def swiglu(
-    gate_up: Float[Array, "... 2*I"], gate_cap: float, up_cap: float
-) -> Float[Array, "... I"]:
-    """softcap(g) · sigmoid(g) · softcap(u) in float32, of interleaved rows g0, u0, g1, u1, …"""
+def swiglu(gate_up: Float[Array, "... F"], gate_cap: float, up_cap: float) -> Float[Array, "... I"]:
+    """softcap(g) · sigmoid(g) · softcap(u) in float32, of F = 2 I interleaved rows g0, u0, g1, …"""
     pairs = gate_up.astype(jnp.float32).reshape(*gate_up.shape[:-1], -1, 2)
     g, u = pairs[..., 0], pairs[..., 1]
     return softcap(g, gate_cap) * jax.nn.sigmoid(g) * softcap(u, up_cap)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt8
 
 Format = Literal["bf16", "f32", "mxfp8", "nvfp4"]
@@ -47,7 +48,7 @@ class QuantTensor:
         return jax.tree.map(lambda a: a[index], self)
 
 
-Weights = Float[Array, "n R C"] | QuantTensor
+Weights = Float[Array, "_ _ _"] | QuantTensor
 
 
 def abstract(shape: tuple[int, int, int], fmt: Format) -> QuantTensor:
@@ -75,7 +76,7 @@ def e2m1(packed: UInt8[Array, "... C"]) -> Float[Array, "... 2*C"]:
     return jnp.array(E2M1_VALUES, jnp.float32)[codes]
 
 
-def dequantize(weights: Weights, dtype: jnp.dtype) -> Float[Array, "n R C"]:
+def dequantize(weights: Weights, dtype: DTypeLike) -> Float[Array, "_ _ _"]:
     """Returns the weights as a plain array of `dtype`; the product is formed in float32."""
     if not isinstance(weights, QuantTensor):
         return weights.astype(dtype)

@@ -7,6 +7,7 @@ import math
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from inkling_jax.cache import read_before, write
@@ -44,7 +45,7 @@ class DynamicShortConv(nnx.Module):
     """Static taps plus taps computed from the current token, shared within a KV head:
     y_t = (Σ_l (static[l] + (dynamic · z_t)[head, l]) · u_{t-l} + u_t) / sqrt(2c + 1)."""
 
-    def __init__(self, kv_heads: int, head_dim: int, hidden: int, kernel: int, dtype: jnp.dtype):
+    def __init__(self, kv_heads: int, head_dim: int, hidden: int, kernel: int, dtype: DTypeLike):
         self.static = param(
             (kernel, kv_heads, head_dim), (None, "kv_heads", None), jnp.float32, "zeros"
         )

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from inkling_jax.config import VisionConfig
@@ -16,7 +17,7 @@ QUERY_BLOCK = 512
 class VisionTower(nnx.Module):
     """Patch embedding, transformer blocks, merger."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         self.config = config
         hidden, grid = config.hidden_size, config.posemb_grid_size
         patch = 3 * config.patch_size**2
@@ -83,7 +84,7 @@ class VisionTower(nnx.Module):
 class VisionLayer(nnx.Module):
     """x += λ1 · attention(LN(x)); x += λ2 · mlp(LN(x))."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         hidden, mlp = config.hidden_size, config.intermediate_size
         self.ln_1 = LayerNorm(hidden, config.layer_norm_eps, dtype)
         self.ln_2 = LayerNorm(hidden, config.layer_norm_eps, dtype)
@@ -100,7 +101,7 @@ class VisionLayer(nnx.Module):
 class VisionMlp(nnx.Module):
     """proj · gelu(fc · x)."""
 
-    def __init__(self, hidden: int, inner: int, dtype: jnp.dtype):
+    def __init__(self, hidden: int, inner: int, dtype: DTypeLike):
         self.fc = Linear((inner, hidden), ("vision_mlp", "vision_embed"), dtype, bias=True)
         self.proj = Linear((hidden, inner), ("vision_embed", "vision_mlp"), dtype, bias=True)
 
@@ -111,7 +112,7 @@ class VisionMlp(nnx.Module):
 class VisionAttention(nnx.Module):
     """Attention of one image's tokens over each other, q and k rotated by their place."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         self.heads = config.num_attention_heads
         shape = (config.hidden_size, config.hidden_size)
         axes = ("vision_heads", "vision_embed")
