@@ -1,7 +1,7 @@
 """Mixture of experts: sigmoid router and softcapped SwiGLU experts (spec: inkling2.md, "MoE")."""
 
 import functools
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ GATHER_PICKS = 64  # up to here each pick fetches its expert; beyond, tokens are
 ROWS_PER_BLOCK = 64
 
 
+@runtime_checkable
 class Experts(Protocol):
     """Computes routed experts: see `experts`."""
 
