@@ -6,7 +6,7 @@ Source: spec checkpoint.md, "The published checkpoint layout" and "Expert format
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -104,6 +104,7 @@ IGNORED: Mapping[str, str] = {
 }
 
 
+@runtime_checkable
 class ShapeDtype(Protocol):
     """What the model declares of a parameter, as `jax.ShapeDtypeStruct` has it."""
 
