@@ -1,1 +1,1 @@
-"""TODO."""
+"""Published checkpoints in, Orbax checkpoints out: reading, mapping, conversion, restore."""
