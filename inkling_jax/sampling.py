@@ -188,7 +188,7 @@ def accept(
     refused = (accepted < n_valid)[:, None]
     rest = jnp.maximum(p_next - jnp.where(refused, q_next, 0.0), 0.0)
     rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p_next)
-    noise = jax.vmap(_gumbel, (0, None, None))(draws[:, 1], 0, p.shape[-1])
+    noise = jax.vmap(_gumbel, (0, None, None))(draws[:, 1], jnp.int32(0), p.shape[-1])
     return accepted, jnp.argmax(jnp.log(rest) + noise, -1).astype(jnp.int32)
 
 
