@@ -27,9 +27,9 @@ OURS = {
 # the public names, which the package fetches lazily from the rows above.
 ROWS = (
     {"errors"},
-    {"config"},
-    {"quant", "cache", "sampling", "images", "text", "reply"},
-    {"ops"},
+    {"config", "sampling_params"},
+    {"quant", "cache", "sampling", "images", "text"},
+    {"ops", "reply"},
     {"layers", "short_conv", "residual"},
     {"attention", "moe", "vision"},
     {"model", "drafter"},

@@ -1,0 +1,112 @@
+"""What a request asks of the sampler, checked by name; host side only."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+from inkling_jax.errors import InputError
+
+GREEDY_BELOW = 1e-5  # temperatures under it mean the most probable token
+MAX_ALTERNATIVES = 20
+
+_UNSUPPORTED = (
+    *("n", "best_of", "num_beams", "use_beam_search", "length_penalty", "logit_bias", "bad_words"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "typical_p"),
+    *("guided_decoding", "structured_outputs", "response_format", "logits_processors"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Settings of one request; None means the checkpoint's `generation_config.json` decides.
+
+    Attributes:
+        max_tokens: most tokens to generate; None is as many as fit.
+        temperature: divides the logits after the softcap; below 1e-5 it means greedy.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: then keep the fewest of them that hold this share of their probability.
+        min_p: then keep tokens at least this probable, relative to the most probable one.
+        seed: 0 to 2**63 - 1; the same seed gives the same text. None draws one.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: ids that end the text besides the checkpoint's own.
+        ignore_eos: do not end at the checkpoint's own stop ids.
+        logprobs: log probabilities of the tokens with this many alternatives, 0 to 20.
+        prompt_logprobs: the same for the tokens of the prompt.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __new__(cls, **options: Any) -> Self:
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options.keys() - known:
+            if name in _UNSUPPORTED:
+                raise InputError(f"sampling: {name} is not supported, leave it out")
+            raise InputError(
+                f"sampling: unknown option {name}, known are {', '.join(sorted(known))}"
+            )
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._number("max_tokens", int, 1, math.inf)
+        self._number("temperature", float, 0, math.inf)
+        self._number("top_k", int, 0, math.inf)
+        self._number("top_p", float, 0, 1)
+        self._number("min_p", float, 0, 1)
+        self._number("seed", int, 0, 2**63 - 1)
+        self._number("logprobs", int, 0, MAX_ALTERNATIVES)
+        self._number("prompt_logprobs", int, 0, MAX_ALTERNATIVES)
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise InputError(f"sampling: stop is {self.stop!r}, it must hold non-empty strings")
+        if not all(_is_int(i) and i >= 0 for i in self.stop_token_ids):
+            raise InputError(
+                f"sampling: stop_token_ids is {self.stop_token_ids!r}, it must hold token ids"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"sampling: ignore_eos is {self.ignore_eos!r}, use true or false")
+
+    def _number(self, name: str, kind: type, low: float, high: float):
+        value = getattr(self, name)
+        if value is None:
+            return
+        right_kind = _is_int(value) or (kind is float and isinstance(value, float))
+        # an infinite temperature is refused, as a NaN is: both comparisons must hold
+        if not right_kind or not low <= value <= high or math.isinf(value):
+            noun = "a whole number" if kind is int else "a finite number"
+            bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise InputError(f"sampling: {name} is {value!r}, it must be {noun} {bounds}")
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> Self:
+        """Reads `generation_config.json`; unless it sets `do_sample`, decoding is greedy."""
+        if not config.get("do_sample", False):
+            return cls(temperature=0.0)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        return cls(**{name: config[name] for name in names if config.get(name) is not None})
+
+    def over(self, defaults: Self) -> Self:
+        """Returns these settings with the unset ones taken from the defaults."""
+        names = ("temperature", "top_k", "top_p", "min_p")
+        unset = {name: getattr(defaults, name) for name in names if getattr(self, name) is None}
+        return dataclasses.replace(self, **unset)
+
+    def resolved(self) -> Self:
+        """Returns these settings with the unset ones at values that change nothing."""
+        return self.over(type(self)(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
