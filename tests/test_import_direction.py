@@ -28,9 +28,11 @@ OURS = {
 ROWS = (
     {"errors"},
     {"config"},
+    {"sampling_params"},
     {"quant", "cache", "sampling", "images", "text", "reply"},
     {"ops"},
-    {"layers", "short_conv", "residual"},
+    {"layers"},
+    {"short_conv", "residual"},
     {"attention", "moe", "vision"},
     {"model", "drafter"},
     {"generate"},
