@@ -35,7 +35,7 @@ ROWS = (
     {"short_conv", "residual"},
     {"attention", "moe", "vision"},
     {"model", "drafter"},
-    {"generate"},
+    {"generation"},
     {"speculative"},
     {"plan"},
     {"load", "inspect"},
