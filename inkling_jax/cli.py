@@ -1,16 +1,102 @@
-"""The `inkling-jax` command."""
+"""The `inkling-jax` command: parsing, exit codes and what all commands share.
+
+A command is a module of `inkling_jax.commands` with `add_arguments(parser)` and `run(args)`. `run`
+prints for people unless `args.json`, and returns what `--json` prints.
+"""
 
 import argparse
+import contextlib
+import errno
+import importlib
+import json
+import logging
+import sys
+from typing import Any, NoReturn
 
 import inkling_jax
+from inkling_jax.errors import InputError
+
+COMMANDS = {
+    "env": "show versions, devices and the kernels that would run",
+}
+
+# What the machine refuses for reasons that its user can mend.
+_USER_ERRNOS = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST,
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG,
+}  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; `{self.prog} --help` lists what is accepted")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line."""
+    top = _Parser("inkling-jax", description="Inkling 2 Small in JAX.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=inkling_jax.__version__)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, description in COMMANDS.items():
+        sub = commands.add_parser(
+            name, help=description, description=f"{description.capitalize()}.", allow_abbrev=False
+        )
+        _module(name).add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print the result as JSON, alone")
+        sub.add_argument("--verbose", action="store_true", help="log choices and show tracebacks")
+        sub.add_argument("--profile", metavar="DIR", help="write a JAX profile of the command")
+    return top
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line `argv` (default: the process's) and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="inkling-jax")
-    parser.add_argument("--version", action="version", version=inkling_jax.__version__)
-    parser.parse_args(argv)
-    return 0
+    """Runs the command line `argv` (default: the process's).
+
+    Returns:
+        0 when done, 2 after a mistake in the input, 1 after a fault of ours; 130 when interrupted.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    verbose = "--verbose" in arguments
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        args = parser().parse_args(arguments)
+        with _profile(args.profile):
+            result = _module(args.command).run(args)
+        if args.json:
+            print(json.dumps(result))
+        return 0
+    except InputError as e:
+        return _fail(2, f"error: {e}", verbose)
+    except OSError as e:
+        if e.errno not in _USER_ERRNOS:
+            return _fail(1, f"internal error: {e}", verbose)
+        where = f"{e.filename}: " if e.filename else ""
+        return _fail(2, f"error: {where}{e.strerror}", verbose)
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted", verbose)
+    except Exception as e:
+        return _fail(1, f"internal error: {type(e).__name__}: {e}", verbose)
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"inkling_jax.commands.{command}")
+
+
+def _profile(directory: str | None) -> contextlib.AbstractContextManager:
+    if directory is None:
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.profiler.trace(directory)
+
+
+def _fail(code: int, sentence: str, verbose: bool) -> int:
+    if verbose:
+        logging.getLogger(__name__).info("traceback", exc_info=True)
+    print(f"inkling-jax: {sentence}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
 """The run-time checker that conftest.py puts on every function of our packages."""
 
 import typing
-import warnings
 
 import beartype
-import beartype.roar
-
-# An int is accepted for a float, as type checkers do.
-_checked = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
+import jaxtyping
 
 
 def check(function):
-    """Checks a function's arguments and result, but not the fields of dataclasses.
+    """Checks the shapes and dtypes that a function's signature states, and nothing else.
 
-    JAX rebuilds registered dataclasses with shardings, shapes and markers in place of arrays.
-    Functions that return `Self` are left out: beartype only knows it in classes of its own.
+    Fields of dataclasses are left alone: JAX rebuilds registered dataclasses with shardings,
+    shapes and markers in place of arrays.
     """
-    if function.__name__ == "__init__" or typing.Self in function.__annotations__.values():
+    stated = {k: v for k, v in function.__annotations__.items() if _has_shape(v)}
+    if function.__name__ == "__init__" or not stated:
         return function
-    with warnings.catch_warnings():
-        # nnx.State is generic over typing.Hashable, which beartype calls deprecated.
-        warnings.simplefilter("ignore", beartype.roar.BeartypeDecorHintPep585DeprecationWarning)
-        return _checked(function)
+    function.__annotations__ = stated
+    return beartype.beartype(function)
+
+
+def _has_shape(hint) -> bool:
+    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(map(_has_shape, typing.get_args(hint)))

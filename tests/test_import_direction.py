@@ -27,13 +27,15 @@ OURS = {
 # the public names, which the package fetches lazily from the rows above.
 ROWS = (
     {"errors"},
-    {"config", "sampling_params"},
+    {"config"},
+    {"sampling_params"},
     {"quant", "cache", "sampling", "images", "text"},
     {"ops", "reply"},
-    {"layers", "short_conv", "residual"},
+    {"layers"},
+    {"short_conv", "residual"},
     {"attention", "moe", "vision"},
     {"model", "drafter"},
-    {"generate"},
+    {"generation"},
     {"speculative"},
     {"plan"},
     {"load", "inspect"},
