@@ -28,7 +28,7 @@ OURS = {
 ROWS = (
     {"errors"},
     {"config"},
-    {"sampling_params"},
+    {"sampling_params", "messages", "streaming"},
     {"quant", "cache", "sampling", "images", "text"},
     {"ops", "reply"},
     {"layers"},

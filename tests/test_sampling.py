@@ -244,3 +244,11 @@ def test_arguments_override_the_generation_config():
     np.testing.assert_allclose(rows.temperature, [0.2, 1, 0.2])
     np.testing.assert_array_equal(rows.top_k, [20, 0, 2**31 - 1])
     np.testing.assert_array_equal(rows.top_p, [1, 1, 1])
+
+
+def test_nothing_sorts_loops_or_branches():
+    rows = settings(temperature=[1.0] * 4)
+    program = str(jax.make_jaxpr(filtered_logits)(jnp.zeros((4, 50)), rows))
+    assert "reduce_sum" in program
+    for primitive in ("sort", "top_k", "while", "scan", "cond", "cumsum"):
+        assert f" {primitive}[" not in program, primitive
