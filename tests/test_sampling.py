@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 300])
+@pytest.mark.parametrize("vocab", [5, 300])
 @pytest.mark.parametrize("kind", ["distinct", "ties", "flat"])
 def test_filters_equal_the_sorted_definition(vocab, kind):
     rng = np.random.default_rng(vocab)
@@ -74,12 +74,11 @@ def test_filters_equal_the_sorted_definition(vocab, kind):
 
 
 def test_nucleus_acts_after_temperature_and_keeps_its_boundary():
-    logits = np.log(np.float32([[0.05, 0.50, 0.15, 0.30]] * 3))
-    sampling = settings(temperature=[1.0, 10.0, 0.1], top_p=[0.9] * 3)
-    kept = np.isfinite(filtered(logits, sampling))
-    np.testing.assert_array_equal(kept[0], [False, True, True, True])
-    np.testing.assert_array_equal(kept[1], [True] * 4)
-    np.testing.assert_array_equal(kept[2], [False, True, False, False])
+    logits = np.full((4, 50), -99, np.float32)  # one shape for most tests: compiling takes long
+    logits[:, :4] = np.log(np.float32([0.05, 0.50, 0.15, 0.30]))
+    sampling = settings(temperature=[1.0, 10.0, 0.1, 1.0], top_p=[0.9, 0.9, 0.9, 1e-9])
+    kept = [np.flatnonzero(row).tolist() for row in np.isfinite(filtered(logits, sampling))]
+    assert kept == [[1, 2, 3], [0, 1, 2, 3], [1], [1]]
 
 
 def test_greedy_rows_in_a_mixed_batch_take_the_lowest_of_the_largest():
@@ -173,7 +172,7 @@ def test_non_finite_logits_are_reported():
     np.testing.assert_array_equal(finite(logits), [True, False, False, False])
 
 
-def speculate(p: jax.Array, q: jax.Array, n_valid: int, rows: int):
+def speculate(p: jax.Array, q: jax.Array, n_valid: int, rows: int = 30_000):
     """Drafts from q and checks against p: accepted counts, drafts and following tokens of rows."""
     shape = (rows, q.shape[0])
     drafts = jax.random.categorical(jax.random.key(0), jnp.log(q), shape=shape).astype(jnp.int32)
@@ -187,7 +186,7 @@ def speculate(p: jax.Array, q: jax.Array, n_valid: int, rows: int):
 def test_speculation_keeps_the_target_distribution(n_valid):
     p = jnp.asarray([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
     q = jnp.asarray([[0.2, 0.3, 0.1, 0.4], [0.4, 0.3, 0.2, 0.1]])
-    accepted, drafts, following = speculate(p, q, n_valid, rows=30_000)
+    accepted, drafts, following = speculate(p, q, n_valid)
     assert accepted.max() == n_valid
     for j in range(n_valid + 1):  # given that position j was reached, its token follows p[j]
         token = np.where(accepted > j, drafts[:, min(j, 1)], following)[accepted >= j]
@@ -209,8 +208,8 @@ def test_greedy_speculation_accepts_while_equal():
 
 
 def test_equal_distributions_accept_everything():
-    p = jnp.asarray([[0.25, 0.25, 0.5], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
-    assert (speculate(p, p[:2], 2, rows=1000)[0] == 2).all()
+    p = jnp.asarray([[0.25, 0.25, 0.5, 0], [0.1, 0.8, 0.1, 0], [0.3, 0.3, 0.3, 0.1]])
+    assert (speculate(p, p[:2], 2)[0] == 2).all()
 
 
 BAD_OPTIONS = [
