@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from inkling_jax.errors import InputError
@@ -41,8 +41,8 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -58,9 +58,8 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _as_tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         self._number("max_tokens", int, 1, math.inf)
         self._number("temperature", float, 0, math.inf)
         self._number("top_k", int, 0, math.inf)
@@ -110,3 +109,10 @@ class SamplingParams:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    many = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(value) if many else (value,)

@@ -218,7 +218,7 @@ BAD_OPTIONS = [
     *({"top_p": p} for p in (1.1, -0.1, float("nan"))),
     *({"min_p": p} for p in (2, -1)),
     *({"seed": s} for s in (-1, 2**63)),
-    *({"stop": s} for s in (("",), (3,))),
+    *({"stop": s} for s in ("", 3, (3,))),
     *({"logprobs": 21}, {"prompt_logprobs": -1}, {"max_tokens": 0}, {"stop_token_ids": (-1,)}),
     *({"n": 2}, {"presence_penalty": 0.5}, {"logit_bias": {}}, {"repetition_penalty": 1.1}),
     *({"ignore_eos": 1}, {"temperatur": 1.0}),
@@ -238,6 +238,7 @@ def test_arguments_override_the_generation_config():
     merged = SamplingParams(temperature=0.2, max_tokens=3, stop="x").over(defaults)
     assert (merged.temperature, merged.top_k, merged.max_tokens) == (0.2, 20, 3)
     assert merged.stop == ("x",)
+    assert SamplingParams(stop=None, stop_token_ids=[5]).stop_token_ids == (5,)
     assert SamplingParams.from_generation_config({"temperature": 0.7}).temperature == 0
     rows = Sampling.stack([merged, SamplingParams(), dataclasses.replace(merged, top_k=10**12)])
     np.testing.assert_allclose(rows.temperature, [0.2, 1, 0.2])
