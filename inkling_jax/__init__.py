@@ -1,23 +1,75 @@
 """Inkling 2 Small in JAX; the public names are fetched from their modules on first use."""
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from inkling_jax.cache import Cache, init_cache, rollback
     from inkling_jax.config import Config, TextConfig, VisionConfig, inkling2_small
+    from inkling_jax.engine import Engine, load
     from inkling_jax.errors import InputError
+    from inkling_jax.generation import decode, generate, prefill
+    from inkling_jax.model import (
+        abstract_params,
+        encode_image,
+        forward,
+        graphdef,
+        init_params,
+        unembed,
+    )
+    from inkling_jax.outputs import GenerationOutput
+    from inkling_jax.sampling import Sampling
+    from inkling_jax.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Config", "InputError", "TextConfig", "VisionConfig", "inkling2_small"]
+__all__ = [
+    "Cache",
+    "Config",
+    "Engine",
+    "GenerationOutput",
+    "InputError",
+    "Sampling",
+    "SamplingParams",
+    "TextConfig",
+    "VisionConfig",
+    "abstract_params",
+    "decode",
+    "encode_image",
+    "forward",
+    "generate",
+    "graphdef",
+    "init_cache",
+    "init_params",
+    "inkling2_small",
+    "load",
+    "prefill",
+    "rollback",
+    "unembed",
+]
 
 _HOME = {
+    "Cache": "cache",
     "Config": "config",
+    "Engine": "engine",
+    "GenerationOutput": "outputs",
     "InputError": "errors",
+    "Sampling": "sampling",
+    "SamplingParams": "sampling_params",
     "TextConfig": "config",
     "VisionConfig": "config",
+    "abstract_params": "model",
+    "decode": "generation",
+    "encode_image": "model",
+    "forward": "model",
+    "generate": "generation",
+    "graphdef": "model",
+    "init_cache": "cache",
+    "init_params": "model",
     "inkling2_small": "config",
+    "load": "engine",
+    "prefill": "generation",
+    "rollback": "cache",
+    "unembed": "model",
 }
 
 
@@ -31,13 +83,3 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(types.ModuleType):
-    def __setattr__(self, name: str, value: object) -> None:
-        # Importing a submodule binds it here, which would hide a function of the same name.
-        if name not in _HOME or not isinstance(value, types.ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

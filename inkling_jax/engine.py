@@ -1,0 +1,244 @@
+"""A loaded model that takes prompts and gives text; host side, over the functions of generation.py.
+
+A batch is padded to a power of two of rows, so that few programs are compiled.
+"""
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from inkling_jax import generation
+from inkling_jax.config import Config
+from inkling_jax.errors import InputError
+from inkling_jax.generation import GenerateState, Requests, Tokens
+from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
+from inkling_jax.prompts import Prompt, PromptInput, make_prompt
+from inkling_jax.reading import Scoring, power_of_two, prefill_chunks, read_prompts
+from inkling_jax.sampling import Sampling, keys_from_seeds
+from inkling_jax.sampling_params import MAX_ALTERNATIVES, SamplingParams
+from inkling_jax.text import Tokenizer
+
+SMALLEST_CAPACITY = 512  # without a fixed context, a cache holds a power of two of tokens
+MAX_ROWS = 16  # rows of one batch; more prompts are served in turn
+BLOCK_STEPS, STREAM_STEPS = 128, 8  # steps between two looks at the tokens
+DEFAULT_MAX_TOKENS = 1024
+STOP_SLOTS = 16
+
+_begin = jax.jit(generation.begin, static_argnames="alternatives", donate_argnames="cache")
+_decode_block = jax.jit(
+    generation.decode_block,
+    static_argnames=("config", "steps", "alternatives"),
+    donate_argnames="state",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A model ready to use: `inkling_jax.load` makes one.
+
+    Attributes:
+      params: parameters on the device.
+      config: the architecture.
+      tokenizer: None where the checkpoint has none; prompts are then token ids.
+      defaults: sampling settings of `generation_config.json`.
+      stop_ids: ids that end a reply.
+      context: the most tokens of prompt and reply; None grows with the requests.
+    """
+
+    params: nnx.State
+    config: Config
+    tokenizer: Tokenizer | None = None
+    defaults: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    stop_ids: tuple[int, ...] = ()
+    context: int | None = None
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        images: Sequence[Sequence[Any]] | None = None,
+        raw: bool = False,
+        effort: float | None = None,
+    ) -> list[GenerationOutput]:
+        """Continues each prompt.
+
+        Args:
+          prompts: each a text (a user's message where the checkpoint has a chat template), a list
+            of chat messages, or a list of token ids.
+          sampling: settings for all prompts or one per prompt.
+          images: for each prompt the pictures that its image parts or placeholders stand for.
+          raw: continue texts as they are.
+          effort: thinking effort of chat prompts, 0 to 0.99.
+
+        Raises:
+          InputError: a prompt, picture or setting is not usable; it is named.
+        """
+        if isinstance(prompts, str):
+            raise InputError("prompts is a text, it must be a list of prompts")
+        made = self._prompts(prompts, images, raw, effort)
+        settings = self._settings(sampling, len(made))
+        outputs = []
+        for at in range(0, len(made), MAX_ROWS):
+            batch = slice(at, at + MAX_ROWS)
+            pairs = zip(made[batch], settings[batch], strict=True)
+            rows = [self._row(prompt, setting) for prompt, setting in pairs]
+            stats: dict[str, Any] = {}
+            for _ in self._blocks(rows, BLOCK_STEPS, stats):
+                pass
+            outputs += [row.output(stats) for row in rows]
+        return outputs
+
+    def stream(
+        self,
+        prompt: PromptInput,
+        sampling: SamplingParams | None = None,
+        *,
+        images: Sequence[Any] = (),
+        raw: bool = False,
+        effort: float | None = None,
+    ) -> Iterator[StreamPiece]:
+        """Continues one prompt and yields the reply as it comes; the last piece has the output."""
+        made = self._prompts([prompt], [images], raw, effort)
+        row = self._row(made[0], self._settings(sampling, 1)[0])
+        stats: dict[str, Any] = {}
+        for _ in self._blocks([row], STREAM_STEPS, stats):
+            yield row.piece()
+        yield dataclasses.replace(row.piece(), output=row.output(stats))
+
+    def score(
+        self,
+        prompt: PromptInput,
+        *,
+        images: Sequence[Any] = (),
+        raw: bool = False,
+        logits: bool = False,
+    ) -> Score:
+        """Returns how probable each token of a prompt is, given those before it.
+
+        Args:
+          logits: also return all logits, float32 [T, unpadded vocabulary].
+        """
+        made = self._prompts([prompt], [images], raw, None)
+        scoring = Scoring(keep_logits=logits)
+        read_prompts(self.params, self.config, made, self._capacity(made, [0]), 1, scoring)
+        values = np.concatenate([chunk.logprobs[0] for chunk in scoring.chunks])
+        every = np.concatenate(scoring.logits) if logits else None
+        return Score(values[: len(made[0].ids) - 1], every)
+
+    def _prompts(self, prompts, images, raw, effort) -> list[Prompt]:
+        images = [()] * len(prompts) if images is None else images
+        if len(images) != len(prompts):
+            raise InputError(f"images has {len(images)} lists for {len(prompts)} prompts")
+        pairs = zip(prompts, images, strict=True)
+        return [make_prompt(self.config, self.tokenizer, p, i, raw, effort) for p, i in pairs]
+
+    def _settings(self, sampling, count: int) -> list[SamplingParams]:
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * count
+        if len(sampling) != count:
+            raise InputError(f"sampling has {len(sampling)} settings for {count} prompts")
+        return [s.over(self.defaults) for s in sampling]
+
+    def _blocks(self, rows: Sequence[Row], steps: int, stats: dict[str, Any]) -> Iterator[None]:
+        """Serves a batch; after each block of steps its tokens are in the rows."""
+        started = time.perf_counter()
+        prompts = [row.prompt for row in rows]
+        budgets = [self._budget(row) for row in rows]
+        alternatives = MAX_ALTERNATIVES if any(row.sampling.logprobs for row in rows) else 0
+        scoring = None
+        if any(row.sampling.prompt_logprobs is not None for row in rows):
+            scoring = Scoring(MAX_ALTERNATIVES)
+        capacity = self._capacity(prompts, budgets)
+        logits, cache = read_prompts(self.params, self.config, prompts, capacity, 1, scoring)
+        if scoring is not None:
+            for i, row in enumerate(rows):
+                row.take_prompt_logprobs(scoring.chunks, i)
+        requests = self._requests(rows, budgets, power_of_two(len(rows)))
+        state, tokens = _begin(logits, cache, requests, alternatives)
+        self._hand_out(rows, state, tokens)
+        stats["prefill_seconds"] = time.perf_counter() - started
+        stats["prefill_buckets"] = prefill_chunks(max(len(p.ids) for p in prompts))
+        stats["context"] = capacity
+        yield
+        while not all(row.finish_reason for row in rows):
+            done = np.ones(state.done.shape, bool)
+            done[: len(rows)] = [row.finish_reason is not None for row in rows]
+            state = dataclasses.replace(state, done=jnp.asarray(done))
+            state, tokens = _decode_block(self.params, self.config, state, steps, alternatives)
+            self._hand_out(rows, state, tokens)
+            stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
+            yield
+
+    def _hand_out(self, rows: Sequence[Row], state: GenerateState, tokens: Tokens):
+        tokens, finite, done = jax.device_get((tokens, state.finite, state.done))
+        for i, row in enumerate(rows):
+            if not finite[i]:
+                raise FloatingPointError(
+                    f"the model gave logits that are not finite after {len(row.token_ids)} tokens"
+                )
+            row.take(jax.tree.map(lambda a, i=i: a[i], tokens), bool(done[i]))
+
+    def _row(self, prompt: Prompt, sampling: SamplingParams) -> Row:
+        own = () if sampling.ignore_eos else self.stop_ids
+        stop_ids = frozenset((*own, *sampling.stop_token_ids))
+        if len(stop_ids) > STOP_SLOTS:
+            raise InputError(f"{len(stop_ids)} stop ids are given, at most {STOP_SLOTS} fit")
+        return Row(prompt, sampling, stop_ids, self.tokenizer)
+
+    def _budget(self, row: Row) -> int:
+        limit = self.context or self.config.text.max_position_embeddings
+        room = limit - len(row.prompt.ids)
+        if room < 1:
+            raise InputError(
+                f"the prompt has {len(row.prompt.ids)} tokens, with a context of {limit} it may "
+                f"have {limit - 1}"
+            )
+        if row.sampling.max_tokens is None:
+            return min(DEFAULT_MAX_TOKENS, room)
+        if row.sampling.max_tokens > room:
+            raise InputError(
+                f"max_tokens is {row.sampling.max_tokens}, behind a prompt of "
+                f"{len(row.prompt.ids)} tokens a context of {limit} has room for {room}"
+            )
+        return row.sampling.max_tokens
+
+    def _capacity(self, prompts: Sequence[Prompt], budgets: Sequence[int]) -> int:
+        limit = self.config.text.max_position_embeddings
+        need = max(len(p.ids) + n for p, n in zip(prompts, budgets, strict=True))
+        if need > (self.context or limit):
+            raise InputError(
+                f"the prompt has {need} tokens, the context holds {self.context or limit}"
+            )
+        return self.context or min(power_of_two(need, SMALLEST_CAPACITY), limit)
+
+    def _requests(self, rows: Sequence[Row], budgets: Sequence[int], size: int) -> Requests:
+        idle = size - len(rows)
+        settings = [row.sampling for row in rows] + [SamplingParams(temperature=0.0)] * idle
+        seeds = [secrets.randbits(63) if s.seed is None else s.seed for s in settings]
+        stop_ids = np.full((size, STOP_SLOTS), generation.NO_TOKEN, np.int32)
+        for i, row in enumerate(rows):
+            stop_ids[i, : len(row.stop_ids)] = sorted(row.stop_ids)
+        budget = np.array([*budgets, *[0] * idle], np.int32)
+        return Requests(
+            Sampling.stack(settings), keys_from_seeds(seeds), jnp.asarray(stop_ids),
+            jnp.asarray(budget),
+        )  # fmt: skip
+
+
+def read_defaults(generation_config: Mapping[str, Any] | None, config: Config):
+    """Returns (sampling settings, stop ids) of a checkpoint's `generation_config.json`."""
+    found = dict(generation_config or {})
+    stop = found.get("eos_token_id", config.text.eos_token_id)
+    stop_ids = (stop,) if isinstance(stop, int) else tuple(stop or ())
+    if not all(isinstance(i, int) for i in stop_ids):
+        raise InputError(f"generation_config.json: eos_token_id is {json.dumps(stop)}, use ids")
+    return SamplingParams.from_generation_config(found), stop_ids

@@ -1,0 +1,80 @@
+"""What a user passes as a prompt, brought into token ids and picture tiles; host side."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from inkling_jax import images as pictures
+from inkling_jax.config import Config
+from inkling_jax.errors import InputError
+from inkling_jax.messages import parse_messages
+from inkling_jax.text import Tokenizer, image_rows
+
+PromptInput = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt ready to be read.
+
+    Attributes:
+      ids: token ids, one placeholder per image tile.
+      image_rows: for each token the row of its tile among the prompt's pictures, -1 for text.
+      pictures: (tiles [n, t, t, 3], (rows, columns)) of each picture.
+    """
+
+    ids: list[int]
+    image_rows: list[int]
+    pictures: list[tuple[np.ndarray, tuple[int, int]]]
+
+
+def make_prompt(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    prompt: PromptInput,
+    images: Sequence[Any] = (),
+    raw: bool = False,
+    effort: float | None = None,
+) -> Prompt:
+    """Makes a prompt of text, chat messages or token ids.
+
+    Args:
+      prompt: text is a user's message where there is a template, unless `raw`.
+      images: sources of the pictures, in order.
+
+    Raises:
+      InputError: the prompt is empty, has ids outside the vocabulary, needs a tokenizer or template
+        that is missing, or does not match its pictures.
+    """
+    if _is_ids(prompt):
+        ids, images = list(prompt), tuple(images)
+        tiles = [pictures.tiles(source, config.vision.tile_size) for source in images]
+    elif tokenizer is None:
+        raise InputError("the checkpoint has no tokenizer.json, pass token ids instead of text")
+    elif isinstance(prompt, str) and (raw or not tokenizer.has_template):
+        if images:
+            raise InputError("a raw text has no place for images, use messages or a chat prompt")
+        ids, tiles = tokenizer.encode(prompt), []
+    else:
+        if isinstance(prompt, str):
+            parts = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
+            prompt = [{"role": "user", "content": parts if images else prompt}]
+        conversation = parse_messages(prompt, images)
+        tiles = [pictures.tiles(s, config.vision.tile_size) for s in conversation.images]
+        ids = tokenizer.chat(conversation, [len(t) for t, _ in tiles], effort)
+    if not ids:
+        raise InputError("the prompt is empty, it must have at least one token")
+    limit = config.text.unpadded_vocab_size
+    for at, token in enumerate(ids):
+        if not 0 <= token < limit:
+            raise InputError(f"token {at} of the prompt is {token}, ids go from 0 to {limit - 1}")
+    rows = image_rows(ids, config.image_token_id, [len(t) for t, _ in tiles])
+    return Prompt(ids, rows, tiles)
+
+
+def _is_ids(prompt: Any) -> bool:
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence | np.ndarray):
+        return False
+    return all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt)

@@ -1,0 +1,144 @@
+"""Reads prompts into a cache in chunks of a few bucketed lengths, so that few programs compile."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from inkling_jax import generation
+from inkling_jax.cache import Cache, init_cache
+from inkling_jax.config import Config
+from inkling_jax.generation import Tokens
+from inkling_jax.model import encode_image
+from inkling_jax.prompts import Prompt
+
+PREFILL_BUCKETS = (32, 128, 512, 2048)
+FEWEST_TILES, FEWEST_FEATURES = 4, 16  # of a picture and of a batch, before padding to powers of 2
+
+_init_cache = jax.jit(
+    init_cache, static_argnames=("config", "batch", "capacity", "max_block", "dtype")
+)
+_encode = jax.jit(encode_image, static_argnames="config")
+
+
+@jax.jit(static_argnames="config", donate_argnames=("cache", "logits"))
+def _prefill(params, config, tokens, lengths, cache, logits, features, image_index):
+    """Reads a chunk; rows without tokens in it keep their logits."""
+    new, cache = generation.prefill(params, config, tokens, lengths, cache, features, image_index)
+    return jnp.where(lengths[:, None] > 0, new, logits), cache
+
+
+@jax.jit(static_argnames=("config", "alternatives"), donate_argnames=("cache", "logits"))
+def _score(
+    params, config, tokens, targets, lengths, cache, logits, features, image_index, alternatives
+):
+    """Reads a chunk and scores its targets; returns (all logits, rows' last, scores, cache)."""
+    every, scored, cache = generation.score(
+        params, config, tokens, targets, lengths, cache, features, image_index,
+        alternatives=alternatives,
+    )  # fmt: skip
+    last = jnp.take_along_axis(every, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    return every, jnp.where(lengths[:, None] > 0, last, logits), scored, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What to find out about the prompts' own tokens while they are read; filled chunk by chunk.
+
+    Attributes:
+      alternatives: how many alternatives to list per token.
+      keep_logits: whether `logits` collects those of row 0, [count, V] per chunk.
+      chunks: log probabilities of each next token, arrays [B, n] per chunk.
+    """
+
+    alternatives: int = 0
+    keep_logits: bool = False
+    chunks: list[Tokens] = dataclasses.field(default_factory=list)
+    logits: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+
+def prefill_chunks(length: int) -> list[int]:
+    """Cuts a prompt into chunks of the bucket lengths; only the last one is padded."""
+    chunks = []
+    while length > 0:
+        fitting = [b for b in PREFILL_BUCKETS if b <= length]
+        chunks.append(fitting[-1] if fitting else PREFILL_BUCKETS[0])
+        length -= chunks[-1]
+    return chunks
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """Returns the smallest power of two that is at least n and `least`."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def read_prompts(
+    params: nnx.State,
+    config: Config,
+    prompts: Sequence[Prompt],
+    capacity: int,
+    max_block: int,
+    scoring: Scoring | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Reads whole prompts into a new cache of `capacity` tokens a row.
+
+    Returns the logits after each prompt and the cache, both of B rows, the next power of two.
+    """
+    rows = power_of_two(len(prompts))
+    lengths = np.array([len(p.ids) for p in prompts] + [0] * (rows - len(prompts)), np.int32)
+    width = int(lengths.max())
+    tokens, image_index = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
+    features, first_row = _features(params, config, prompts)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt.ids)] = prompt.ids
+        index = np.array(prompt.image_rows, np.int32)
+        image_index[i, : len(prompt.ids)] = np.where(index >= 0, index + first_row[i], -1)
+    dtype = params["embed"]["weight"].dtype
+    cache = _init_cache(config.text, rows, capacity, max_block, dtype)
+    logits = jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32)
+    at = 0
+    for bucket in prefill_chunks(width):
+        chunk = _window(tokens, at, bucket)
+        index = None if features is None else _window(image_index, at, bucket, fill=-1)
+        count = np.clip(lengths - at, 0, bucket)
+        if scoring is None:
+            logits, cache = _prefill(params, config, chunk, count, cache, logits, features, index)
+        else:
+            targets = _window(tokens, at + 1, bucket)
+            every, logits, scored, cache = _score(
+                params, config, chunk, targets, count, cache, logits, features, index,
+                scoring.alternatives,
+            )  # fmt: skip
+            scoring.chunks.append(jax.device_get(scored))
+            if scoring.keep_logits:
+                scoring.logits.append(np.asarray(every[0, : count[0]]))
+        at += bucket
+    return logits, cache
+
+
+def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt]):
+    """Returns (features of all pictures or None, the first row of each prompt's)."""
+    found, first_row, at = [], [], 0
+    for prompt in prompts:
+        first_row.append(at)
+        for tiles, grid in prompt.pictures:
+            size = power_of_two(len(tiles), FEWEST_TILES)
+            padded = np.zeros((size, *tiles.shape[1:]), np.float32)
+            padded[: len(tiles)] = tiles
+            feature = _encode(params, config, padded, np.array(grid, np.int32))
+            found.append(np.asarray(feature[: len(tiles)]))
+            at += len(tiles)
+    if not found:
+        return None, first_row
+    joined = np.concatenate(found)
+    return np.pad(joined, ((0, power_of_two(at, FEWEST_FEATURES) - at), (0, 0))), first_row
+
+
+def _window(array: np.ndarray, at: int, size: int, fill: int = 0) -> np.ndarray:
+    """Columns at … at + size, filled up beyond the end."""
+    part = array[:, at : at + size]
+    return np.pad(part, ((0, 0), (0, size - part.shape[1])), constant_values=fill)
