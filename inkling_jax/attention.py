@@ -85,15 +85,17 @@ class Attention(nnx.Module):
     def _keys_and_values(self, z_k, z_v, conv: ConvState, start, count):
         u_k = einsum("btd,hkd->bthk", z_k, self.wk[...])
         u_v = einsum("btd,hkd->bthk", z_v, self.wv[...])
-        if self.shape.sliding:
-            k, k_state = self.k_conv(u_k, conv.k, start, count)
-            v, v_state = self.v_conv(u_v, conv.v, start, count)
-        else:
-            k, k_state = self.k_conv(u_k, z_k, conv.k, start, count)
-            v, v_state = self.v_conv(u_v, z_v, conv.v, start, count)
+        k, k_state = _convolve(self.k_conv, u_k, z_k, conv.k, start, count)
+        v, v_state = _convolve(self.v_conv, u_v, z_v, conv.v, start, count)
         k = l2_clip(k, self.config.qk_l2_clip_threshold)
         v = rms(v, self.config.rms_norm_eps)
         return k, v, ConvState(k_state, v_state, conv.attn, conv.mlp)
+
+
+def _convolve(conv: ShortConv | DynamicShortConv, u, z, state, start, count):
+    if isinstance(conv, DynamicShortConv):
+        return conv(u, z, state, start, count)
+    return conv(u, state, start, count)
 
 
 def attend(

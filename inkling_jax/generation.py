@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from inkling_jax.cache import Cache, init_cache
@@ -212,7 +213,7 @@ def generate(
         stop_ids = jnp.tile(jnp.array(config.text.eos_token_id, jnp.int32), (rows, 1))
     if budget is None:
         budget = jnp.full(rows, max_new, jnp.int32)
-    dtype = params["embed"]["weight"].dtype
+    dtype: DTypeLike = params["embed"]["weight"].dtype  # pyright: ignore[reportAssignmentType]
     cache = init_cache(config.text, rows, width + max_new, 1, dtype)
     logits, cache = prefill(params, config, tokens, lengths, cache, features, image_index)
     requests = Requests(sampling, keys, stop_ids, jnp.minimum(budget, max_new))

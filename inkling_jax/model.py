@@ -59,7 +59,8 @@ class DecoderLayer(nnx.Module):
         dtype = x.dtype
         with jax.named_scope("attention"):
             h = x if self.attn_query is None else mix(self.attn_query[...], blocks, x)
-            a, cache = self.attn(*self._attention_inputs(h, dtype), cache, start, count)
+            z_q, z_k, z_v = self._attention_inputs(h, dtype)
+            a, cache = self.attn(z_q, z_k, z_v, cache, start, count)
             a, attn_state = self.attn_conv(a, cache.conv.attn, start, count)
         if self.starts_block:
             blocks, r = [*blocks, x], a
@@ -122,7 +123,7 @@ def abstract_params(config: Config, dtype: DTypeLike = jnp.float32) -> nnx.State
 def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> nnx.State:
     """Draws parameters at random: normal with variance 1 / fan-in, norms one, biases zero."""
 
-    def draw(path, variable: nnx.Param) -> nnx.Param:
+    def draw(path, variable: nnx.Param) -> nnx.Variable:
         spec = variable.get_value()
         if variable.init != "normal":
             return variable.replace(getattr(jnp, variable.init)(spec.shape, spec.dtype))
@@ -175,7 +176,7 @@ def forward(
     with jax.named_scope("embed"):
         weight = model.embed.weight[...]
         x = model.embed_norm(weight[tokens], weight.dtype)
-        if features is not None:
+        if features is not None and image_index is not None:
             image = features.astype(x.dtype)[jnp.maximum(image_index, 0)]
             x = jnp.where((image_index >= 0)[..., None], image, x)
     outputs, blocks, layers = {-1: x}, [], []
@@ -196,7 +197,8 @@ def unembed(
     """Returns softcapped float32 logits of the real (unpadded) vocabulary."""
     text = config.text
     with jax.named_scope("unembed"):
-        logits = einsum("...d,vd->...v", hidden, params["unembed"]["weight"][...])
+        weight: jax.Array = params["unembed"]["weight"][...]  # pyright: ignore[reportAssignmentType]
+        logits = einsum("...d,vd->...v", hidden, weight)
         logits = softcap(logits, text.final_logit_softcapping)
         return logits[..., : text.unpadded_vocab_size]
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ Weights = Float[Array, "_ _ _"] | QuantTensor
 def abstract(shape: tuple[int, int, int], fmt: Format) -> QuantTensor:
     """Returns the shapes and dtypes of a packed [n, R, C] stack in `fmt`, without values."""
     n, r, c = shape
-    spec = jax.ShapeDtypeStruct
+    spec: Any = jax.ShapeDtypeStruct
     if fmt == "nvfp4":
         scales = spec((n, r, c // NVFP4_BLOCK), jnp.float8_e4m3fn)
         return QuantTensor(spec((n, r, c // 2), jnp.uint8), scales, spec((n,), jnp.float32))

@@ -117,7 +117,7 @@ class VisionAttention(nnx.Module):
         shape = (config.hidden_size, config.hidden_size)
         axes = ("vision_heads", "vision_embed")
         self.q, self.k, self.v = (Linear(shape, axes, dtype, bias=True) for _ in range(3))
-        self.out = Linear(shape, axes[::-1], dtype, bias=True)
+        self.out = Linear(shape, (axes[1], axes[0]), dtype, bias=True)
 
     def __call__(self, x: Float[Array, "n D"], rope: Float[Array, "n d"], count: Int[Array, ""]):
         """Attends over the first `count` of the n tokens."""

@@ -20,7 +20,7 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 _own_cache = "JAX_COMPILATION_CACHE_DIR" not in os.environ
 if _own_cache:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="inkling-jax-tests-")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 jaxtyping.install_import_hook(
     ["inkling_jax", "pallas_kernels", "sharding", "checkpoints"], "shape_checks.check"
