@@ -115,7 +115,7 @@ def read_prompts(
             )  # fmt: skip
             scoring.chunks.append(jax.device_get(scored))
             if scoring.keep_logits:
-                scoring.logits.append(np.asarray(every[0, : count[0]]))
+                scoring.logits.append(np.asarray(every)[0, : count[0]])
         at += bucket
     return logits, cache
 
@@ -130,7 +130,7 @@ def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt]):
             padded = np.zeros((size, *tiles.shape[1:]), np.float32)
             padded[: len(tiles)] = tiles
             feature = _encode(params, config, padded, np.array(grid, np.int32))
-            found.append(np.asarray(feature[: len(tiles)]))
+            found.append(np.asarray(feature)[: len(tiles)])
             at += len(tiles)
     if not found:
         return None, first_row

@@ -10,7 +10,7 @@ from flax import nnx
 
 from inkling_jax.cache import Cache, init_cache, read_before
 from inkling_jax.config import FULL, SLIDING, Config, TextConfig, VisionConfig
-from inkling_jax.model import forward, init_params, unembed
+from inkling_jax.model import abstract_params, forward, unembed
 
 VISION = VisionConfig(
     hidden_size=16,
@@ -58,15 +58,16 @@ def tiny(**text) -> Config:
 @functools.cache
 def tiny_params(config: Config = TINY, seed: int = 0) -> nnx.State:
     """Random parameters in which every tensor matters: queries, taps and biases are not zero."""
-    key = jax.random.key(seed)
+    rng = np.random.default_rng(seed)
 
-    def stir(path, variable):
-        value = variable.get_value()
-        noise = np.random.default_rng([seed, len(str(path)), value.size]).normal(size=value.shape)
-        return variable.replace(value + 0.3 * jnp.asarray(noise, value.dtype))
+    def draw(variable):
+        spec = variable.get_value()
+        spread = spec.shape[-1] ** -0.5 if variable.init == "normal" else 0.3
+        value = (variable.init == "ones") + spread * rng.normal(size=spec.shape)
+        return variable.replace(jnp.asarray(value, spec.dtype))
 
-    params = nnx.to_flat_state(init_params(config, key))
-    return nnx.from_flat_state([(path, stir(path, v)) for path, v in params])
+    flat = nnx.to_flat_state(abstract_params(config))
+    return nnx.from_flat_state([(path, draw(variable)) for path, variable in flat])
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -1,0 +1,221 @@
+"""The engine over a tiny random model: outputs, limits, and no program compiled twice."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import TINY, tiny_params
+
+import inkling_jax as ij
+from inkling_jax import generation, reading
+from inkling_jax.engine import Engine
+from inkling_jax.sampling import Sampling, keys_from_seeds
+
+GREEDY = ij.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPTS = [[3, 14, 15, 9, 26], [5], [35, 8, 9, 7, 9, 3, 2, 38, 4, 6]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_buckets():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "PREFILL_BUCKETS", (8, 32))
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(tiny_params(), TINY, stop_ids=TINY.text.eos_token_id, context=64)
+
+
+@contextlib.contextmanager
+def compilations():
+    seen = []
+
+    def listen(event, _seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def picture(rng, rows=2, columns=3):
+    size = TINY.vision.tile_size
+    return rng.integers(0, 256, (rows * size, columns * size, 3), dtype=np.uint8)
+
+
+def test_rows_of_a_batch_equal_rows_alone(engine):
+    together = engine.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, together, strict=True):
+        assert output.token_ids == engine.generate([prompt], GREEDY)[0].token_ids
+        assert (output.text, output.finish_reason, len(output.token_ids)) == (None, "length", 6)
+
+
+def test_same_seed_same_tokens_in_any_slot(engine):
+    drawn = ij.SamplingParams(temperature=1.0, seed=7, max_tokens=6, ignore_eos=True)
+    other = dataclasses.replace(drawn, seed=8)
+    alone = engine.generate([PROMPTS[0]], drawn)[0].token_ids
+    settings = [other, drawn, other]
+    batch = engine.generate([PROMPTS[0], PROMPTS[0], PROMPTS[2]], settings)
+    assert batch[1].token_ids == alone != batch[0].token_ids
+    unseeded = dataclasses.replace(drawn, seed=None)
+    first, second = (engine.generate([PROMPTS[0]], unseeded)[0].token_ids for _ in range(2))
+    assert first != second
+
+
+def test_stream_equals_generate(engine):
+    pieces = list(engine.stream(PROMPTS[0], GREEDY))
+    output = engine.generate([PROMPTS[0]], GREEDY)[0]
+    assert [token for p in pieces for token in p.token_ids] == output.token_ids
+    assert pieces[-1].output is not None and pieces[-1].output.token_ids == output.token_ids
+
+
+def test_stop_ids_end_a_reply_and_are_its_last_token(engine):
+    ids = engine.generate([PROMPTS[0]], GREEDY)[0].token_ids
+    stop = dataclasses.replace(GREEDY, stop_token_ids=(ids[2],))
+    output = engine.generate([PROMPTS[0]], stop)[0]
+    assert output.token_ids == ids[: ids.index(ids[2]) + 1] and output.finish_reason == "stop"
+
+
+def test_logprobs_are_those_of_scoring(engine):
+    asked = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    output = engine.generate([PROMPTS[2]], asked)[0]
+    score = engine.score(PROMPTS[2] + output.token_ids, logits=True)
+    assert score.logits.shape == (16, TINY.text.unpadded_vocab_size)
+    reported = [t.logprob for t in output.prompt_logprobs + output.logprobs]
+    np.testing.assert_allclose(reported, score.logprobs, atol=1e-5)
+    for token in output.logprobs:  # greedy: the first alternative is the token itself
+        assert token.alternatives[0] == (token.token_id, token.logprob)
+        assert len(token.alternatives) == 2
+    expected = jax.nn.log_softmax(score.logits)[
+        jnp.arange(15), jnp.array(PROMPTS[2] + output.token_ids)[1:]
+    ]
+    np.testing.assert_allclose(score.logprobs, expected, atol=1e-5)
+    assert score.perplexity == pytest.approx(np.exp(-score.sum / 15))
+
+
+def test_pictures_take_the_place_of_their_placeholders(engine):
+    rng = np.random.default_rng(0)
+    image, other = picture(rng), picture(rng)
+    prompt = [3, 4, *[TINY.image_token_id] * 6, 5]
+    tokens = [engine.generate([prompt], GREEDY, images=[[i]])[0].token_ids for i in (image, other)]
+    assert tokens[0] != tokens[1]
+    assert engine.generate([prompt], GREEDY, images=[[image]])[0].token_ids == tokens[0]
+    two = [prompt, [9, *[TINY.image_token_id] * 6]]
+    both = engine.generate(two, GREEDY, images=[[image], [other]])
+    assert both[0].token_ids == tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "message"),
+    [
+        ([], [], "empty"),
+        ([3, -1], [], "token 1 of the prompt is -1, ids go from 0 to 42"),
+        ([43], [], "43"),
+        ([47], [], "47"),
+        (list(range(40)) * 2, [], "80 tokens"),
+        ([1] * 64, [], "64 tokens"),
+        ([40], [], "placeholder"),
+        ("text", [], "tokenizer"),
+    ],
+)
+def test_bad_prompts_are_refused_by_name(engine, prompt, images, message):
+    with pytest.raises(ij.InputError, match=message):
+        engine.generate([prompt], GREEDY, images=[images])
+
+
+def test_the_longest_prompt_that_fits_is_served(engine):
+    one = dataclasses.replace(GREEDY, max_tokens=1)
+    assert len(engine.generate([[1] * 63], one)[0].token_ids) == 1
+    with pytest.raises(ij.InputError, match="room for 1"):
+        engine.generate([[1] * 63], dataclasses.replace(GREEDY, max_tokens=2))
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    flat = dict(nnx.to_flat_state(tiny_params()))
+    norm = flat[("norm", "weight")]
+    flat[("norm", "weight")] = norm.replace(norm.get_value().at[0].set(jnp.nan))
+    broken = Engine(nnx.from_flat_state(list(flat.items())), TINY, context=64)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        broken.generate([PROMPTS[0]], GREEDY)
+
+
+def test_nothing_compiles_after_warm_up(engine):
+    rng = np.random.default_rng(1)
+
+    def request(length, pictures, logprobs, **settings):
+        prompt = rng.integers(0, 40, length).tolist()
+        images = [picture(rng, *rng.integers(1, 3, 2)) for _ in range(pictures)]
+        tiles = sum(image.size for image in images) // (TINY.vision.tile_size**2 * 3)
+        prompt += [TINY.image_token_id] * tiles
+        sampling = ij.SamplingParams(logprobs=logprobs, **settings)
+        engine.generate([prompt], sampling, images=[images])
+
+    for length in (3, 33):  # both buckets, with and without pictures and alternatives
+        for pictures in (0, 2):
+            request(length, pictures, logprobs=None, max_tokens=3)
+            request(length, pictures, logprobs=2, max_tokens=3)
+    with compilations() as seen:
+        for i in range(100):
+            request(
+                int(rng.integers(1, 40)),
+                int(rng.integers(0, 3)),
+                int(rng.integers(1, 4)) if i % 2 else None,
+                temperature=float(rng.choice([0.0, 0.7, 1.0])),
+                top_p=float(rng.uniform(0.1, 1)),
+                top_k=int(rng.integers(0, 9)),
+                seed=i,
+                max_tokens=int(rng.integers(1, 8)),
+            )
+    assert not seen
+    with compilations() as seen:
+        jax.jit(lambda x: x * 3)(jnp.ones(17))
+    assert seen  # the listener does hear compilations
+
+
+def test_generate_inside_the_users_own_jit():
+    """One program, and nothing leaves the device before its end."""
+    rows = len(PROMPTS)
+    tokens = np.zeros((rows, 10), np.int32)
+    for i, prompt in enumerate(PROMPTS):
+        tokens[i, : len(prompt)] = prompt
+    lengths = jnp.array([len(p) for p in PROMPTS], jnp.int32)
+    sampling = Sampling.stack([ij.SamplingParams(temperature=0.0)] * rows)
+
+    @jax.jit
+    def mine(params, tokens, lengths, keys):
+        stop = jnp.full((rows, 1), generation.NO_TOKEN, jnp.int32)
+        out, state = ij.generate(params, TINY, tokens, lengths, sampling, keys, 6, stop_ids=stop)
+        return out.ids + 0, state.count
+
+    keys = keys_from_seeds(range(rows))
+    params, tokens = tiny_params(), jnp.asarray(tokens)
+    first = mine(params, tokens, lengths, keys)
+    with jax.transfer_guard("disallow"), compilations() as seen:
+        ids, count = mine(params, tokens, lengths, keys)
+    assert not seen
+    np.testing.assert_array_equal(ids, first[0])
+    np.testing.assert_array_equal(count, 6)
+    engine = Engine(params, TINY, context=64)
+    for row, output in zip(ids.tolist(), engine.generate(PROMPTS, GREEDY), strict=True):
+        assert row == output.token_ids
+
+
+def test_ragged_ends_and_budgets():
+    sampling = Sampling.stack([ij.SamplingParams(temperature=0.0)] * 2)
+    tokens, lengths = jnp.array([[3, 4], [5, 0]]), jnp.array([2, 1])
+    out, state = jax.jit(
+        lambda p: ij.generate(
+            p, TINY, tokens.astype(jnp.int32), lengths.astype(jnp.int32), sampling,
+            keys_from_seeds([0, 1]), 5, stop_ids=jnp.full((2, 1), -1, jnp.int32),
+            budget=jnp.array([2, 5], jnp.int32),
+        )
+    )(tiny_params())  # fmt: skip
+    assert (np.asarray(out.ids) >= 0).sum(1).tolist() == [2, 5] == state.count.tolist()
+    assert state.cache.length.tolist() == [3, 5]  # all but the last token have been read
