@@ -1,10 +1,11 @@
 """Trains inkling-jax-nano in pieces that resume from each other.
 
-The schedule follows the share of `--total` minutes that has been spent in training, so the recipe
-fits any machine. A piece ends after `--minutes`, saves its state and, once the total is reached,
-writes the checkpoint and its evaluation.
+The schedule follows the share of `--total` minutes of training that is over, so the recipe fits any
+machine. A piece ends `--minutes` after its start, compilation included, and saves its state; the
+schedule of the `--last` piece ends with it, and an evaluation follows.
 
-  PYTHONPATH=. python3 scripts/train_nano.py --work /tmp/nano --out OUT --minutes 7.5 --total 15
+  PYTHONPATH=. python3 scripts/train_nano.py --work WORK --out OUT --minutes 9 --total 12
+  PYTHONPATH=. python3 scripts/train_nano.py --work WORK --out OUT --minutes 7 --total 12 --last
 """
 
 import argparse
@@ -22,8 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from nano import batches, evaluate, export, optimizer, recipe, step, wire
+from nano.optimizer import Params
 from tokenizers import Tokenizer
 
+PIECES = 3
 SAVE_SECONDS, REPORT_SECONDS, LOG_SECONDS = 120, 90, 10
 WARMUP, DECAY, ROUNDING = 0.02, 0.5, 0.7  # shares of the total time
 
@@ -50,6 +53,22 @@ def restore(file: Path, like: step.TrainState) -> tuple[step.TrainState, dict[st
         return jax.tree.unflatten(tree, arrays), json.loads(str(saved["progress"]))
 
 
+def save_params(folder: Path, params: Params) -> None:
+    """Writes the parameters in bfloat16 as `params-*.npy`, enough to start another run from."""
+    flat = np.concatenate([np.asarray(w).astype(jnp.bfloat16).ravel() for w in params.values()])
+    for i, piece in enumerate(np.array_split(flat.view(np.uint16), PIECES)):
+        np.save(folder / f"params-{i}.npy", piece)
+
+
+def load_params(folder: Path, like: Params) -> Params:
+    """Reads what `save_params` wrote, as float32."""
+    pieces = [np.load(folder / f"params-{i}.npy") for i in range(PIECES)]
+    flat = np.concatenate(pieces).view(jnp.bfloat16).astype(np.float32)
+    ends = np.cumsum([w.size for w in like.values()])
+    parts = np.split(flat, ends[:-1])
+    return {k: jnp.asarray(x.reshape(like[k].shape)) for k, x in zip(like, parts, strict=True)}
+
+
 def main() -> None:
     """Runs one piece of the training."""
     args = _arguments()
@@ -66,7 +85,8 @@ def main() -> None:
         log_file.flush()
 
     record = batches.prepare(args.work)
-    tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
+    tokenizer_file = args.work / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
     config = recipe.nano(
         tokenizer.token_to_id(wire.IMAGE), tokenizer.token_to_id(wire.END_SAMPLING)
     )
@@ -77,9 +97,11 @@ def main() -> None:
     log(event="corpus", python=platform.python_version(), jax=jax.__version__, **record)
 
     params = jax.jit(lambda: step.init_params(config, args.seed))()
+    if args.start:
+        params = load_params(args.start, params)
     optim = optimizer.make_optimizer(params)
     state = step.TrainState(params, jax.jit(optim.init)(params))
-    progress = {"step": 0, "seconds": 0.0}
+    progress = {"step": 0, "seconds": 0.0, "share": args.share}
     state_file = args.work / "state.npz"
     if state_file.exists():
         state, progress = restore(state_file, state)
@@ -110,18 +132,21 @@ def main() -> None:
     if progress["step"] == 0:
         report("held_out", quick, 0.0)
     start, spent = time.monotonic(), progress["seconds"]
+    end, length, first_share = began + args.minutes * 60, args.total * 60, progress["share"]
+    if args.last:
+        length = (end - start) / (1 - first_share)
     seen = batch.tokens.size
     last = {"save": start, "report": start, "log": start}
     steps_at_log, sums = progress["step"], None
     try:
-        while (now := time.monotonic()) - start < args.minutes * 60:
-            progress["seconds"] = spent + now - start
-            share = progress["seconds"] / (args.total * 60)
+        while (now := time.monotonic()) < end:
+            share = first_share + (now - start) / length
             if share >= 1:
                 break
             rate, rounding = learning_rate(share, args.rate), float(share >= ROUNDING)
             state, counts, peak = compiled(state, batch, jnp.float32(rate), jnp.float32(rounding))
-            progress["step"] += 1
+            seconds = spent + time.monotonic() - start
+            progress |= {"step": progress["step"] + 1, "seconds": seconds, "share": share}
             sums = counts if sums is None else sums + counts
             batch = next(stream)
             if progress["step"] % 5 == 0:  # a wait: the host may not run far ahead of the device
@@ -153,13 +178,15 @@ def main() -> None:
     finally:
         if np.isfinite(np.asarray(state.params["embed/weight"])).all():
             save(state_file, state, progress)
+            save_params(args.out, state.params)
+            tokenizer_file = args.work / "tokenizer.json"
             export.export(
-                args.out / "checkpoint", config, state.params, args.work / "tokenizer.json", True
+                args.work / "checkpoint", config, state.params, tokenizer_file, packed=True
             )
             log(event="saved", **progress)
         stream.close()
 
-    if progress["seconds"] / (args.total * 60) >= 0.99:
+    if args.last:
         everything = evaluate.held_out(held_out, args.eval_batches, sizes)
         found = {
             "packed": report("final_packed", everything, 1.0),
@@ -180,14 +207,17 @@ def _temporaries(compiled: jax.stages.Compiled) -> float | None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="corpus, state, compiled programs")
-    parser.add_argument("--out", type=Path, required=True, help="checkpoint, log and evaluation")
-    parser.add_argument("--minutes", type=float, default=7.5, help="of training in this piece")
-    parser.add_argument("--total", type=float, default=15.0, help="minutes of training of all")
+    parser.add_argument("--work", type=Path, required=True, help="corpus, state, checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="parameters, log and evaluation")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this piece")
+    parser.add_argument("--total", type=float, default=12.0, help="minutes of training in all")
+    parser.add_argument("--last", action="store_true", help="end the schedule with this piece")
+    parser.add_argument("--start", type=Path, help="folder with params-*.npy to begin from")
+    parser.add_argument("--share", type=float, default=0.0, help="of the schedule, to begin at")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 2, 1))
-    parser.add_argument("--eval-batches", type=int, default=64)
+    parser.add_argument("--eval-batches", type=int, default=40)
     parser.add_argument("--rows", type=int, help="rows of each kind in a batch (for a small trial)")
     parser.add_argument("--length", type=int, help="of the long rows (for a small trial)")
     args = parser.parse_args()

@@ -47,9 +47,9 @@ class Batch(NamedTuple):
 class Sizes:
     """How many rows of each kind a batch has, and how many tokens a row."""
 
-    text: int = 10
-    retrieval: int = 8
-    chats: int = 6
+    text: int = 7
+    retrieval: int = 5
+    chats: int = 4
     length: int = TRAINED_LENGTH
 
 

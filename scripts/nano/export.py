@@ -18,7 +18,9 @@ from nano.optimizer import Params
 SHARD_BYTES = 5_000_000
 
 
-def export(folder: Path, config: Config, params: Params, tokenizer: Path, packed: bool) -> None:
+def export(
+    folder: Path, config: Config, params: Params, tokenizer: Path, packed: bool = True
+) -> None:
     """Writes a checkpoint to `folder`: experts `packed` in their formats, or all in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     write_published(folder, _tensors(config, params, packed), recipe.published(config), SHARD_BYTES)
@@ -26,7 +28,9 @@ def export(folder: Path, config: Config, params: Params, tokenizer: Path, packed
     _write_text_files(folder, config)
 
 
-def _tensors(config: Config, params: Params, packed: bool) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    config: Config, params: Params, packed: bool = True
+) -> Iterator[tuple[str, np.ndarray]]:
     state = step.to_flat(model.abstract_params(config, jnp.bfloat16))
     for path, spec in state.items():
         parts = path.split("/")
@@ -38,7 +42,7 @@ def _tensors(config: Config, params: Params, packed: bool) -> Iterator[tuple[str
         if packed and pattern.endswith(("moe/w13", "moe/w2")):
             yield from _packed(name, step.pack(path, value))
         else:
-            yield name, np.asarray(value.astype(spec.dtype)).reshape(published_shape(spec.shape))
+            yield name, np.asarray(value).astype(spec.dtype).reshape(published_shape(spec.shape))
 
 
 def _packed(name: str, experts: quant.QuantTensor) -> Iterator[tuple[str, np.ndarray]]:

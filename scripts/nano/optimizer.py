@@ -58,7 +58,8 @@ def _kind(path: str) -> str:
         return "embedding"
     if path.startswith("vision/"):
         name = path.removesuffix("/weight")
-        return "muon" if name != path and name.endswith(_VISION_MUON) else "adam"
+        matrix = (name != path and name.endswith(_VISION_MUON)) or name == "vision/patch_embedding"
+        return "muon" if matrix else "adam"
     return "muon" if path.endswith(_MUON) else "adam"
 
 
