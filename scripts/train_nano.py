@@ -112,12 +112,12 @@ def main() -> None:
     batch = next(stream)
     step_fn = jax.jit(lambda *a: step.train_step(*a, config, optim, token_bytes), donate_argnums=0)
     evaluate_fn = evaluate.make_evaluate(config, held_out)
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # both programs at a time
-        bf16 = jax.eval_shape(lambda: step.to_state(config, params, step.compute_dtype()))
-        measure = pool.submit(lambda: evaluate_fn.lower(bf16, batch).compile())
-        zero = jnp.float32(0)
-        compiled = pool.submit(lambda: step_fn.lower(state, batch, zero, zero).compile())
-        measure, compiled = measure.result(), compiled.result()
+    bf16 = jax.eval_shape(lambda: step.to_state(config, params, step.compute_dtype()))
+    zero = jnp.float32(0)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # both programs compile at a time
+        compiled = pool.submit(step_fn.lower(state, batch, zero, zero).compile)
+        measure = pool.submit(evaluate_fn.lower(bf16, batch).compile)
+        compiled, measure = compiled.result(), measure.result()
     log(event="compiled", temporaries_gb=_temporaries(compiled))
     quick = evaluate.held_out(held_out, 4, sizes)
 
