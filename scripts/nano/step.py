@@ -20,9 +20,8 @@ from nano import batches, recipe
 from nano.batches import Batch
 from nano.optimizer import Params
 
-WEIGHTS = jnp.array(
-    [0.0, 1.0, 0.5, 0.5, 0.25]
-)  # of the tasks in the loss, ordered as batches.TASKS
+# Of the tasks in the loss. NumPy: a device array would start the device in every worker.
+WEIGHTS = np.array([0.0, 1.0, 0.5, 0.5, 0.25], np.float32)
 BALANCE_STEP = 1e-3
 MAX_ANSWERS = 96  # of a row
 _QUANTIZE = {"nvfp4": jax.jit(quant.quantize_nvfp4), "mxfp8": jax.jit(quant.quantize_mxfp8)}
