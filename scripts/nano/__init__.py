@@ -1,0 +1,1 @@
+"""How inkling-jax-nano is made: corpus, tasks, training step, evaluation, export."""
