@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         init_params,
         unembed,
     )
-    from inkling_jax.outputs import GenerationOutput
+    from inkling_jax.outputs import GenerationOutput, Score, StreamPiece
     from inkling_jax.sampling import Sampling
     from inkling_jax.sampling_params import SamplingParams
 
@@ -30,6 +30,8 @@ __all__ = [
     "InputError",
     "Sampling",
     "SamplingParams",
+    "Score",
+    "StreamPiece",
     "TextConfig",
     "VisionConfig",
     "abstract_params",
@@ -55,6 +57,8 @@ _HOME = {
     "InputError": "errors",
     "Sampling": "sampling",
     "SamplingParams": "sampling_params",
+    "Score": "outputs",
+    "StreamPiece": "outputs",
     "TextConfig": "config",
     "VisionConfig": "config",
     "abstract_params": "model",

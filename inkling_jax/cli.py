@@ -17,7 +17,12 @@ import inkling_jax
 from inkling_jax.errors import InputError
 
 COMMANDS = {
+    "generate": "continue a prompt, a conversation or raw token ids, with pictures",
+    "chat": "hold a conversation on the terminal",
+    "score": "give the log probability of every token of a sequence",
+    "convert": "turn a published directory into an Orbax checkpoint",
     "env": "show versions, devices and the kernels that would run",
+    "demo": "convert the shipped model, answer a question and describe a picture",
 }
 
 # What the machine refuses for reasons that its user can mend.
@@ -64,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         with _profile(args.profile):
             result = _module(args.command).run(args)
-        if args.json:
+        if args.json and result is not None:
             print(json.dumps(result))
         return 0
     except InputError as e:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -74,7 +74,7 @@ def make_prompt(
     return Prompt(ids, rows, tiles)
 
 
-def _is_ids(prompt: Any) -> bool:
+def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence | np.ndarray):
         return False
     return all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt)

@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import tempfile
@@ -47,9 +48,9 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter, config):
     if path := config.getoption("--summary"):
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(run_summary(terminalreporter.stats), file, indent=1)
-            file.write("\n")
+        path = pathlib.Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run_summary(terminalreporter.stats), indent=1) + "\n")
 
 
 def run_summary(stats):
@@ -57,16 +58,23 @@ def run_summary(stats):
     import jax
 
     count = {name: len(stats.get(name, ())) for name in ("passed", "skipped", "failed", "error")}
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return {
         "run": count["passed"] + count["failed"] + count["error"],
         "passed": count["passed"],
         "skipped": count["skipped"],
         "failed": count["failed"] + count["error"],
         "device": jax.devices()[0].device_kind,
-        "commit": git.stdout.strip() or None,
+        "commit": os.environ.get("COMMIT") or _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _commit():
+    """Returns the checkout's commit; a copy without .git is told it by $COMMIT."""
+    if not shutil.which("git"):
+        return None
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return git.stdout.strip() or None
 
 
 def pytest_unconfigure():

@@ -1,6 +1,7 @@
 """The rules that conftest.py sets for all other tests are in force."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -60,9 +61,11 @@ def test_summary_counts_the_run(tmp_path):
         "@pytest.mark.gpu\n"
         "def test_gpu(): assert False\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-n1", "--summary", "out.json"]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 1
-    summary = json.loads((tmp_path / "out.json").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-n1", "--summary", "new/out.json"]
+    environment = {**os.environ, "COMMIT": "abc"}
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment)
+    assert run.returncode == 1
+    summary = json.loads((tmp_path / "new/out.json").read_text())
     counts = [summary[name] for name in ("run", "passed", "skipped", "failed")]
     assert counts == [2, 1, 1, 1]
-    assert summary["device"] == "cpu"
+    assert (summary["device"], summary["commit"]) == ("cpu", "abc")

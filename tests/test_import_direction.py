@@ -142,7 +142,7 @@ def test_wrong_directions_are_caught(path, source):
         ("pallas_kernels/router/__init__.py", "from . import kernel\nimport jax.numpy, math"),
         ("checkpoints/convert.py", "from inkling_jax.config import Config\nimport orbax"),
         ("inkling_jax/attention.py", "from inkling_jax import layers, ops\nimport flax"),
-        ("inkling_jax/__init__.py", "from inkling_jax.load import load"),
+        ("inkling_jax/__init__.py", "from inkling_jax.engine import Engine"),
         ("inkling_jax/commands/demo.py", "import inkling_jax as ij"),
         ("scripts/compare_reference.py", "import torch"),
         ("tests/test_parity_moe.py", "import transformers"),

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "backend": jax.default_backend(),
         "devices": [_device(d) for d in jax.devices()],
+        "kernels": "plain JAX",
         "advice": _advice(jax.default_backend()),
     }
     if not args.json:
@@ -72,5 +73,6 @@ def _show(result: dict[str, Any]) -> None:
         memory = device["memory_bytes"]
         size = f", {memory / 2**30:.1f} GiB" if memory else ""
         print(f"  device {device['id']}: {device['kind']}{size}")
+    print(f"kernels {result['kernels']}")
     if result["advice"]:
         print(f"advice: {result['advice']}")

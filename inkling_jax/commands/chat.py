@@ -1,0 +1,53 @@
+"""`inkling-jax chat`: a conversation on the terminal, one line of the user's at a time."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+import inkling_jax as ij
+from inkling_jax.commands import inputs
+from inkling_jax.commands.generate import as_json, show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the model, how it answers, and what it is told first."""
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start")
+    inputs.add_images(parser, "goes with the first message; repeatable")
+    inputs.add_effort(parser)
+    inputs.add_model(parser)
+    inputs.add_sampling(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Answers each line of stdin, with `--json` by one JSON object a line."""
+    sampling = inputs.sampling_params(args)
+    model = inputs.load_model(args)
+    if model.tokenizer is None or not model.tokenizer.has_template:
+        raise ij.InputError(
+            f"{args.model}: has no tokenizer with a chat template, use generate --tokens"
+        )
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    picture_parts = [{"type": "image"} for _ in args.image]
+    for line in _lines(prompt="" if args.json else "> "):
+        content = [*picture_parts, {"type": "text", "text": line}] if picture_parts else line
+        picture_parts = []
+        messages.append({"role": "user", "content": content})
+        options = {"images": args.image, "effort": args.effort}
+        if args.json:
+            *_, last = model.stream(messages, sampling, **options)
+            assert last.output is not None
+            print(json.dumps(as_json(last.output)), flush=True)
+            text = last.output.text
+        else:
+            text = show(model.stream(messages, sampling, **options)).text
+        messages.append({"role": "assistant", "content": text})
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    while True:
+        print(prompt, end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if line.strip():
+            yield line.rstrip("\n")

@@ -1,0 +1,56 @@
+"""`inkling-jax demo`: converts the shipped model, asks it a question and shows it a picture."""
+
+import argparse
+import importlib.resources
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import inkling_jax as ij
+
+QUESTION = "What is the module json?"
+PICTURE_QUESTION = "What is in the picture?"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds where the results go."""
+    parser.add_argument(
+        "--out", metavar="DIR", help="for the converted model and the picture (default: temporary)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns both questions with their answers, and where model and picture lie."""
+    source = importlib.resources.files("checkpoints") / "inkling-jax-nano"
+    out = Path(args.out or tempfile.mkdtemp(prefix="inkling-jax-demo-"))
+    target, picture = out / "model", out / "picture.png"
+    ij.convert(str(source), str(target), progress=not args.json)
+    draw(picture)
+    say = (lambda *_: None) if args.json else print
+    say(f"converted {source} to {target}\n")
+
+    model = ij.load(str(target))
+    sampling = ij.SamplingParams(max_tokens=96, temperature=0.0)
+    [text] = model.generate([QUESTION], sampling)
+    say(f"question: {QUESTION}\nanswer:   {text.text}\n")
+    [seen] = model.generate([PICTURE_QUESTION], sampling, images=[[str(picture)]])
+    say(f"picture:  {picture}\nquestion: {PICTURE_QUESTION}\nanswer:   {seen.text}")
+    return {
+        "model": str(target),
+        "text": {"prompt": QUESTION, "text": text.text},
+        "picture": {"path": str(picture), "prompt": PICTURE_QUESTION, "text": seen.text},
+    }
+
+
+def draw(path: Path) -> None:
+    """Draws four shapes on a 2 × 2 grid of 40-pixel cells, one image token each."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (80, 80), (246, 246, 246))
+    pen = ImageDraw.Draw(image)
+    pen.ellipse((7, 7, 33, 33), fill=(220, 40, 40))
+    pen.rectangle((49, 9, 71, 31), fill=(40, 80, 220))
+    pen.polygon(((20, 47), (33, 71), (7, 71)), fill=(40, 160, 60))
+    pen.polygon(((60, 45), (75, 60), (60, 75), (45, 60)), fill=(240, 210, 40))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
