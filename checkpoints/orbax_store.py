@@ -69,6 +69,14 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
     unfinished.rename(folder / "zarr.json")
 
 
+def describe(directory: Path) -> dict[str, dict[str, Any]]:
+    """Returns `zarr.json` of every array by its name."""
+    found = {
+        folder.name: describe_array(folder) for folder in directory.iterdir() if folder.is_dir()
+    }
+    return {name: described for name, described in found.items() if described is not None}
+
+
 def describe_array(folder: Path) -> dict[str, Any] | None:
     """Returns `zarr.json` of an array, or None where it was not finished."""
     try:
@@ -130,10 +138,7 @@ def restore(
       InputError: one report of all arrays that are absent, not asked for, or stored with another
         shape or dtype.
     """
-    stored = {
-        folder.parent.name: json.loads(folder.read_bytes())
-        for folder in directory.glob("*/zarr.json")
-    }
+    stored = describe(directory)
     wanted = {array_name(path): want for path, want in abstract.items()}
     problems = [f"missing: {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"not asked for: {name}" for name in stored.keys() - wanted.keys()]
