@@ -1,11 +1,10 @@
 """Finds a model by the name that a user gives: a directory, or a repository on the hub."""
 
-import json
 import re
 from pathlib import Path
 
 from checkpoints.convert import COPIED
-from checkpoints.safetensors_reader import INDEX, SINGLE
+from checkpoints.safetensors_reader import INDEX, SINGLE, parse_json
 from inkling_jax.errors import InputError
 
 
@@ -33,24 +32,22 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
 
 def _fetch(repo: str, revision: str | None) -> Path:
     """Downloads what a model consists of; other files of the repository stay there."""
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         first = [*COPIED, INDEX]
         directory = Path(snapshot_download(repo, revision=revision, allow_patterns=first))
         shards = {SINGLE}
         if (directory / INDEX).exists():
-            shards = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
+            index = parse_json((directory / INDEX).read_bytes(), directory / INDEX)
+            shards = set(index.get("weight_map", {}).values())
         # By commit, so that a branch that moves meanwhile cannot mix two versions.
         snapshot_download(repo, revision=directory.name, allow_patterns=sorted(shards))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError) as e:
+    except (OSError, HFValidationError) as e:
         at = f" at revision {revision}" if revision else ""
         reason = str(e).splitlines()[0].rstrip(".:")
         raise InputError(
             f"{repo}: is no directory here, and cannot be fetched from the hub{at} ({reason})"
         ) from e
-    except (ValueError, KeyError, AttributeError) as e:
-        raise InputError(f"{repo}: its {INDEX} is not an index of shards") from e
     return directory

@@ -58,7 +58,7 @@ def convert(
 def expected(config: Config) -> dict[LeafPath, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of every parameter by its path; float32 marks what stays float32."""
     flat = nnx.to_flat_state(abstract_params(config, jnp.bfloat16))
-    return {path: variable.get_value() for path, variable in flat}
+    return {_path(path): variable.get_value() for path, variable in flat}
 
 
 def checkpoint_params(directory: Path, config: Config, dtype: DTypeLike | None = None) -> nnx.State:
@@ -118,7 +118,7 @@ def check_fits(specs: Iterable[jax.ShapeDtypeStruct], what: Any) -> None:
       specs: shapes and dtypes, with shardings.
       what: names it in the error.
     """
-    needs: Counter[jax.Device] = Counter()
+    needs: Counter[Any] = Counter()
     for spec in specs:
         assert spec.sharding is not None
         part = math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
@@ -135,7 +135,7 @@ def check_fits(specs: Iterable[jax.ShapeDtypeStruct], what: Any) -> None:
             )
 
 
-def free_memory(device: jax.Device) -> int | None:
+def free_memory(device: Any) -> int | None:
     """Returns the bytes that can still be allocated on a device, None where it does not say."""
     if stats := device.memory_stats():
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -168,6 +168,11 @@ def _leaves(directory: Path, config: Config, dtype: DTypeLike | None) -> dict[Le
     return found
 
 
+def _path(path: tuple[Any, ...]) -> LeafPath:
+    """A path of Flax, whose keys may by their type be anything that can be compared."""
+    return tuple(path)
+
+
 def _place(leaf: Leaf, spec: jax.ShapeDtypeStruct) -> jax.Array:
     """Reads one array to its devices, and waits: the host never holds two."""
     read = functools.cache(leaf.__getitem__)  # replicas of a part are read once
@@ -181,7 +186,8 @@ def _state(config: Config, leaves: Mapping[LeafPath, Any]) -> nnx.State:
     def value(path: LeafPath) -> Any:
         if path in leaves:
             return leaves[path]
-        return QuantTensor(*(leaves.get((*path, part)) for part in PARTS))
+        values, scales, outer = (leaves.get((*path, part)) for part in PARTS)
+        return QuantTensor(values, scales, outer)  # pyright: ignore[reportArgumentType]
 
     flat = nnx.to_flat_state(abstract_params(config, jnp.bfloat16))
-    return nnx.from_flat_state([(path, v.replace(value(path))) for path, v in flat])
+    return nnx.from_flat_state([(path, v.replace(value(_path(path)))) for path, v in flat])
