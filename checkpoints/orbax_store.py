@@ -9,7 +9,7 @@ arrays that are finished: those whose `zarr.json`, written last, is there.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
-from checkpoints.transforms import Leaf, Shape
+from checkpoints.transforms import Leaf
 from checkpoints.transforms import Path as LeafPath
 from inkling_jax.errors import InputError
 
 CHUNK_BYTES = 64 << 20  # of a file; an array's last one is padded with zeros, as zarr wants it
-PIECE_BYTES = 8 << 20  # held in memory per array that is being written
+PIECE_BYTES = 256 << 10  # read, hashed and written at once: more falls out of the processor's cache
 
 
 def array_name(path: LeafPath) -> str:
@@ -35,18 +35,21 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
     """Streams one array to `directory`/name; `advance` is told of the bytes as they are written."""
     folder = directory / array_name(leaf.path)
     digest = hashlib.sha256()
-    rows = _rows_within(CHUNK_BYTES, leaf.shape, leaf.dtype)
-    step = _rows_within(PIECE_BYTES, leaf.shape, leaf.dtype)
-    for name, start, stop in _chunks(leaf.shape, rows):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("wb") as file:
-            for begin in range(start, stop, step):
-                piece = leaf[begin : min(begin + step, stop)]
-                data = piece.reshape(-1).view(np.uint8).data
-                digest.update(data)
-                file.write(data)
-                advance(len(data))
-            file.truncate(rows * leaf.nbytes // leaf.shape[0])
+    row = leaf.nbytes // leaf.shape[0]
+    rows = min(leaf.shape[0], max(1, CHUNK_BYTES // row))
+    buffer = np.empty(PIECE_BYTES, np.uint8)
+    step = PIECE_BYTES // max(leaf.dtype.itemsize, 4)
+    with leaf.sources[0].file.open("rb", buffering=0) as source:
+        for name, start, stop in _chunks(leaf.shape, rows):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("wb", buffering=0) as chunk:
+                for begin in range(start, stop, step):
+                    values = leaf.flat(source, begin, min(begin + step, stop), buffer)
+                    data = values.view(np.uint8).data
+                    digest.update(data)
+                    chunk.write(data)
+                advance(chunk.tell())
+                chunk.truncate(rows * row)
     described = {
         "zarr_format": 3,
         "node_type": "array",
@@ -66,6 +69,14 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
     unfinished.rename(folder / "zarr.json")
 
 
+def describe(directory: Path) -> dict[str, dict[str, Any]]:
+    """Returns `zarr.json` of every array by its name."""
+    found = {
+        folder.name: describe_array(folder) for folder in directory.iterdir() if folder.is_dir()
+    }
+    return {name: described for name, described in found.items() if described is not None}
+
+
 def describe_array(folder: Path) -> dict[str, Any] | None:
     """Returns `zarr.json` of an array, or None where it was not finished."""
     try:
@@ -83,9 +94,9 @@ def is_intact(folder: Path) -> bool:
     (rows, *_) = described["chunk_grid"]["configuration"]["chunk_shape"]
     digest = hashlib.sha256()
     for name, start, stop in _chunks(shape, rows):
-        left = (stop - start) * math.prod(shape[1:]) * dtype.itemsize
+        left = (stop - start) * dtype.itemsize
         try:
-            with (folder / name).open("rb") as file:
+            with (folder / name).open("rb", buffering=0) as file:
                 while data := file.read(min(left, PIECE_BYTES)):
                     digest.update(data)
                     left -= len(data)
@@ -127,10 +138,7 @@ def restore(
       InputError: one report of all arrays that are absent, not asked for, or stored with another
         shape or dtype.
     """
-    stored = {
-        folder.parent.name: json.loads(folder.read_bytes())
-        for folder in directory.glob("*/zarr.json")
-    }
+    stored = describe(directory)
     wanted = {array_name(path): want for path, want in abstract.items()}
     problems = [f"missing: {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"not asked for: {name}" for name in stored.keys() - wanted.keys()]
@@ -171,13 +179,8 @@ def restore(
 _PLAIN = {np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
-def _rows_within(limit: int, shape: Shape, dtype: np.dtype) -> int:
-    """Returns how many rows (entries of the leading axis) fit `limit` bytes; at least one."""
-    return min(shape[0], max(1, limit // (math.prod(shape[1:]) * dtype.itemsize)))
-
-
-def _chunks(shape: Shape, rows: int) -> Iterator[tuple[str, int, int]]:
-    """Yields each chunk's file and the rows that it holds."""
-    inner = "/0" * (len(shape) - 1)
+def _chunks(shape: Sequence[int], rows: int) -> Iterator[tuple[str, int, int]]:
+    """Yields each chunk's file and the values of the flattened array that it holds."""
+    row, inner = math.prod(shape[1:]), "/0" * (len(shape) - 1)
     for k, start in enumerate(range(0, shape[0], rows)):
-        yield f"c/{k}{inner}", start, min(start + rows, shape[0])
+        yield f"c/{k}{inner}", start * row, min(start + rows, shape[0]) * row

@@ -5,13 +5,14 @@ parameter's shape stands for, so that a slice of the parameter is a slice of the
 """
 
 import dataclasses
+import io
 import math
 from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
 
-from checkpoints.safetensors_reader import TensorInfo, read_tensor
+from checkpoints.safetensors_reader import TensorInfo, read_flat, read_tensor
 from inkling_jax.errors import InputError
 
 Shape = tuple[int, ...]
@@ -54,40 +55,45 @@ class Leaf:
     Attributes:
       path: its place in the parameter tree, parts of a packed expert included.
       shape, dtype: of the array.
-      read: makes the part of it that a tuple of slices selects; `leaf[index]` calls it.
+      finish: makes part of the array, element by element, of that part of the first tensor.
       names, sources: the published tensors.
     """
 
     path: Path
     shape: Shape
     dtype: np.dtype
-    read: Callable[["Leaf", tuple[slice, ...]], np.ndarray]
+    finish: Callable[["Leaf", np.ndarray], np.ndarray]
     names: tuple[str, ...] = ()
     sources: tuple[TensorInfo, ...] = ()
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
-        return self.read(self, index if isinstance(index, tuple) else (index,))
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
+        """Reads the part that slices select: `leaf[2:4]`, `leaf[:, 1:2]`, all by `leaf[()]`."""
+        return self.finish(self, read_tensor(self.sources[0], index, self.shape))
 
-def cast(leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
+    def flat(self, file: io.FileIO, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
+        """Reads values of the flattened array through `buffer`, which the result may share."""
+        return self.finish(self, read_flat(self.sources[0], file, start, stop, buffer))
+
+
+def cast(leaf: Leaf, values: np.ndarray) -> np.ndarray:
     """A float tensor, in the leaf's dtype."""
-    return read_tensor(leaf.sources[0], index, leaf.shape).astype(leaf.dtype, copy=False)
+    return values.astype(leaf.dtype, copy=False)
 
 
-def bits(leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
+def bits(leaf: Leaf, codes: np.ndarray) -> np.ndarray:
     """Codes of a packed tensor, unchanged."""
-    return read_tensor(leaf.sources[0], index, leaf.shape).view(leaf.dtype)
+    return codes.view(leaf.dtype)
 
 
-def scales(leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
+def scales(leaf: Leaf, codes: np.ndarray) -> np.ndarray:
     """Block scales of a packed tensor, unchanged; a NaN among them is refused."""
-    codes = read_tensor(leaf.sources[0], index, leaf.shape).view(np.uint8)
+    bits = codes.view(np.uint8)
     # e8m0 (kept as bytes) has one NaN, 255; e4m3 has two, 0x7f and 0xff.
-    nan = codes == 255 if leaf.dtype == np.uint8 else (codes & 0x7F) == 0x7F
+    nan = bits == 255 if leaf.dtype == np.uint8 else (bits & 0x7F) == 0x7F
     if nan.any():
         raise InputError(
             f"{leaf.sources[0].file}: tensor {leaf.names[0]} has {nan.sum()} block scales that are "
@@ -96,9 +102,9 @@ def scales(leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
     return codes.view(leaf.dtype)
 
 
-def outer_scale(leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
+def outer_scale(leaf: Leaf, amax: np.ndarray) -> np.ndarray:
     """NVFP4's scale per expert, amax/denominator in float32."""
-    amax = read_tensor(leaf.sources[0], index).astype(np.float32)
+    amax = amax.astype(np.float32)
     denominator = read_tensor(leaf.sources[1]).astype(np.float32)
     if not np.isfinite(amax).all() or not (np.isfinite(denominator) and denominator > 0):
         raise InputError(

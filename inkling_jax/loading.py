@@ -1,0 +1,193 @@
+"""Loads parameters onto devices, from a published or a converted directory.
+
+A model's declarations (`abstract_params`) say what is expected; the checkpoint says in which
+format each layer's experts are. Each device gets its part, read from the file by itself.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from checkpoints import orbax_store
+from checkpoints.convert import PARAMS, Conversion, is_converted
+from checkpoints.convert import convert as convert_directory
+from checkpoints.key_map import make_plan
+from checkpoints.safetensors_reader import read_index
+from checkpoints.transforms import Leaf, bits
+from checkpoints.transforms import Path as LeafPath
+from inkling_jax import quant
+from inkling_jax.config import Config
+from inkling_jax.errors import InputError
+from inkling_jax.hub import resolve
+from inkling_jax.model import abstract_params
+from inkling_jax.quant import QuantTensor
+
+PARTS = ("values", "scales", "outer")  # of a packed expert, as `QuantTensor` and files name them
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    revision: str | None = None,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> Conversion:
+    """Converts a published checkpoint to Orbax; see `checkpoints.convert.convert`.
+
+    Args:
+      source: published directory or hub id.
+      target: the directory to make.
+      revision: of a hub id.
+      dry_run: check everything, write nothing.
+      progress: show a bar on stderr.
+    """
+    directory = resolve(source, revision)
+    config = Config.from_file(directory / "config.json")
+    return convert_directory(directory, Path(target), expected(config), dry_run, progress)
+
+
+def expected(config: Config) -> dict[LeafPath, jax.ShapeDtypeStruct]:
+    """Returns shape and dtype of every parameter by its path; float32 marks what stays float32."""
+    flat = nnx.to_flat_state(abstract_params(config, jnp.bfloat16))
+    return {_path(path): variable.get_value() for path, variable in flat}
+
+
+def checkpoint_params(directory: Path, config: Config, dtype: DTypeLike | None = None) -> nnx.State:
+    """Returns shapes and dtypes of the parameters as a checkpoint has them, experts packed or not.
+
+    Args:
+      directory: published or converted.
+      config: its configuration.
+      dtype: of floats that are not kept in float32; None leaves them as they are stored.
+
+    Raises:
+      InputError: the checkpoint does not hold the parameters of the configuration.
+    """
+    leaves = _state(config, _leaves(directory, config, dtype))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
+
+
+def load_params(
+    directory: Path,
+    config: Config,
+    dtype: DTypeLike | None = None,
+    shardings: Callable[[nnx.State], Any] | None = None,
+) -> nnx.State:
+    """Loads parameters onto devices; each gets its part, and only that is read for it.
+
+    Args:
+      directory: published or converted.
+      config: its configuration.
+      dtype: of floats that are not kept in float32, None as they are stored; packed experts stay.
+      shardings: maps the abstract parameters to a tree like them of shardings; by default all go to
+        the default device.
+
+    Raises:
+      InputError: the checkpoint is faulty or not of the configuration, or does not fit a device.
+    """
+    leaves = _state(config, _leaves(directory, config, dtype))
+    specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
+    if shardings is None:
+        here = jax.sharding.SingleDeviceSharding(next(iter(jnp.zeros(()).devices())))
+        placed = jax.tree.map(lambda _: here, specs)
+    else:
+        placed = shardings(specs)
+    specs = jax.tree.map(lambda spec, s: spec.update(sharding=s), specs, placed)
+    check_fits(jax.tree.leaves(specs), directory)
+    if not is_converted(directory):
+        return jax.tree.map(_place, leaves, specs)
+    paths = [leaf.path for leaf in jax.tree.leaves(leaves)]
+    wanted = dict(zip(paths, jax.tree.leaves(specs), strict=True))
+    arrays = orbax_store.restore(directory / PARAMS, wanted, cast=True)
+    return jax.tree.map(lambda leaf: arrays[leaf.path], leaves)
+
+
+def check_fits(specs: Iterable[jax.ShapeDtypeStruct], what: Any) -> None:
+    """Refuses, before anything is allocated, what does not fit the memory that is free.
+
+    Args:
+      specs: shapes and dtypes, with shardings.
+      what: names it in the error.
+    """
+    needs: Counter[Any] = Counter()
+    for spec in specs:
+        assert spec.sharding is not None
+        part = math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+        for device in spec.sharding.addressable_devices:
+            needs[device] += part
+    host = sum(need for device, need in needs.items() if device.platform == "cpu")
+    for device, need in needs.items():
+        free = free_memory(device)
+        need = host if device.platform == "cpu" else need
+        if free is not None and need > free:
+            raise InputError(
+                f"{what}: needs {need / 1e9:.2f} GB on {device}, {free / 1e9:.2f} GB are free; "
+                "use a larger device or spread the model over several"
+            )
+
+
+def free_memory(device: Any) -> int | None:
+    """Returns the bytes that can still be allocated on a device, None where it does not say."""
+    if stats := device.memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    memory = Path("/proc/meminfo")
+    if device.platform != "cpu" or not memory.exists():
+        return None
+    return 1024 * int(memory.read_text().split("MemAvailable:")[1].split()[0])
+
+
+def _leaves(directory: Path, config: Config, dtype: DTypeLike | None) -> dict[LeafPath, Leaf]:
+    """Returns what the parameters of a directory are made of, with the dtypes to load them in."""
+    want = expected(config)
+    if not is_converted(directory):
+        plan = make_plan(read_index(directory), want, dtype, str(directory))
+        return {leaf.path: leaf for leaf in plan.leaves}
+    stored = orbax_store.describe(directory / PARAMS)
+    found: dict[LeafPath, Leaf] = {}
+    for path, spec in want.items():
+        name = orbax_store.array_name(path)
+        if f"{name}.values" in stored:
+            packed = quant.abstract(spec.shape, "nvfp4" if f"{name}.outer" in stored else "mxfp8")
+            parts = {(*path, part): getattr(packed, part) for part in PARTS}
+        else:
+            kept = np.dtype(stored[name]["data_type"]) if name in stored else spec.dtype
+            island = spec.dtype == np.float32
+            parts = {path: spec.update(dtype=spec.dtype if island else dtype or kept)}
+        for part, s in parts.items():
+            if s is not None:
+                found[part] = Leaf(part, s.shape, s.dtype, bits)
+    return found
+
+
+def _path(path: tuple[Any, ...]) -> LeafPath:
+    """A path of Flax, whose keys may by their type be anything that can be compared."""
+    return tuple(path)
+
+
+def _place(leaf: Leaf, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    """Reads one array to its devices, and waits: the host never holds two."""
+    read = functools.cache(leaf.__getitem__)  # replicas of a part are read once
+    array = jax.make_array_from_callback(leaf.shape, spec.sharding, read)
+    return jax.block_until_ready(array)
+
+
+def _state(config: Config, leaves: Mapping[LeafPath, Any]) -> nnx.State:
+    """Returns the parameters' tree with one object per array, packed experts as `QuantTensor`."""
+
+    def value(path: LeafPath) -> Any:
+        if path in leaves:
+            return leaves[path]
+        values, scales, outer = (leaves.get((*path, part)) for part in PARTS)
+        return QuantTensor(values, scales, outer)  # pyright: ignore[reportArgumentType]
+
+    flat = nnx.to_flat_state(abstract_params(config, jnp.bfloat16))
+    return nnx.from_flat_state([(path, v.replace(value(_path(path)))) for path, v in flat])

@@ -1,0 +1,131 @@
+"""Conversion of a 2 GB checkpoint: speed beside a copy, host memory, kills at random moments."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers_checkpoints import TEXT, VISION, config_json, published
+from test_convert import contents, kill_when, start
+
+from checkpoints.safetensors_writer import write_published
+from inkling_jax.config import Config
+
+LARGE = Config(
+    dataclasses.replace(
+        TEXT,
+        vocab_size=32768,
+        unpadded_vocab_size=32000,
+        hidden_size=1024,
+        num_hidden_layers=14,
+        layer_types=(),
+        n_routed_experts=64,
+        moe_intermediate_size=1024,
+    ),
+    dataclasses.replace(VISION, text_hidden_size=1024),
+    image_token_id=60,
+)
+SHARD = 300 << 20
+
+# Converts, and says how long it took and by how much the process grew meanwhile.
+MEASURE = """
+import json, sys, threading, time
+from pathlib import Path
+from inkling_jax.loading import convert
+
+def resident():
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmRSS:")[1].split()[0])
+
+def watch():
+    while not done.wait(0.005):
+        peak[0] = max(peak[0], resident())
+
+convert(sys.argv[1], sys.argv[2], dry_run=True, progress=False)  # imports are not conversion
+before, done, peak = resident(), threading.Event(), [0]
+watcher = threading.Thread(target=watch)
+watcher.start()
+began = time.perf_counter()
+convert(sys.argv[1], sys.argv[2], progress=False)
+took = time.perf_counter() - began
+done.set()
+watcher.join()
+print(json.dumps({"seconds": took, "extra": peak[0] - before}))
+"""
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("large")
+    formats = ("nvfp4",) * 9 + ("mxfp8",) * 5
+    write_published(directory, published(LARGE, formats), config_json(LARGE), SHARD)
+    assert sum(file.stat().st_size for file in directory.iterdir()) > 2 * 10**9
+    yield directory
+    shutil.rmtree(directory)
+
+
+def measure(source, target):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, source, target],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(run.stdout)
+
+
+def test_speed_and_memory(large, tmp_path):
+    ratios, extras = [], []
+    for _ in range(3):
+        os.sync()
+        began = time.perf_counter()
+        shutil.copytree(large, tmp_path / "copy")
+        copying = time.perf_counter() - began
+        shutil.rmtree(tmp_path / "copy")
+        os.sync()
+        converting = measure(large, tmp_path / "model")
+        shutil.rmtree(tmp_path / "model")
+        ratios.append(copying / converting["seconds"])
+        extras.append(converting["extra"])
+    print(f"speed beside a copy {ratios}, extra bytes {extras}")
+    largest = max(file.stat().st_size for file in large.glob("*.safetensors"))
+    assert max(extras) <= 1.5 * largest
+    assert statistics.median(ratios) >= 0.35
+
+
+def test_ten_kills_at_random_moments(large, tmp_path):
+    target, seconds = tmp_path / "model", random.Random(7)
+    start(large, tmp_path / "whole").communicate()
+    partial, kills = tmp_path / "model.partial", 0
+    while kills < 10:
+        process = start(large, target)
+        written = sum(f.stat().st_size for f in partial.rglob("*") if f.is_file())
+        pause = seconds.uniform(0, 0.4)
+
+        def moved(written=written, pause=pause):
+            """From when it writes, a random time."""
+            if len(list(partial.rglob("*"))) < 2:
+                return False
+            time.sleep(pause)
+            return True
+
+        kills += kill_when(process, moved)
+        assert not target.exists() or is_complete(target, tmp_path / "whole")
+        if target.exists():
+            shutil.rmtree(target)
+    process = start(large, target)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert is_complete(target, tmp_path / "whole")
+
+
+def is_complete(target, whole):
+    return contents(target) == contents(whole)
