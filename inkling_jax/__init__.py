@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from inkling_jax.engine import Engine, load
     from inkling_jax.errors import InputError
     from inkling_jax.generation import decode, generate, prefill
+    from inkling_jax.loading import convert
     from inkling_jax.model import (
         abstract_params,
         encode_image,
@@ -35,6 +36,7 @@ __all__ = [
     "TextConfig",
     "VisionConfig",
     "abstract_params",
+    "convert",
     "decode",
     "encode_image",
     "forward",
@@ -62,6 +64,7 @@ _HOME = {
     "TextConfig": "config",
     "VisionConfig": "config",
     "abstract_params": "model",
+    "convert": "loading",
     "decode": "generation",
     "encode_image": "model",
     "forward": "model",

@@ -4,21 +4,25 @@ A batch is padded to a power of two of rows, so that few programs are compiled.
 """
 
 import dataclasses
-import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
+from checkpoints.safetensors_reader import parse_json
 from inkling_jax import generation
 from inkling_jax.config import Config
 from inkling_jax.errors import InputError
 from inkling_jax.generation import GenerateState, Requests, Tokens
+from inkling_jax.hub import resolve
+from inkling_jax.loading import load_params
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
 from inkling_jax.prompts import Prompt, PromptInput, make_prompt
 from inkling_jax.reading import Scoring, power_of_two, prefill_chunks, read_prompts
@@ -234,11 +238,40 @@ class Engine:
         )  # fmt: skip
 
 
-def read_defaults(generation_config: Mapping[str, Any] | None, config: Config):
-    """Returns (sampling settings, stop ids) of a checkpoint's `generation_config.json`."""
-    found = dict(generation_config or {})
+def load(
+    model: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    context: int | None = None,
+    revision: str | None = None,
+) -> Engine:
+    """Loads a model, ready to generate.
+
+    Args:
+      model: a published or a converted directory, or a hub id.
+      dtype: of activations and unpacked weights; by default bfloat16 on a GPU, float32 on a CPU.
+      context: the most tokens of prompt and reply, a fixed cache; None grows with the requests.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      InputError: the model cannot be found, is damaged, or does not fit the device.
+    """
+    directory = resolve(model, revision)
+    config = Config.from_file(directory / "config.json")
+    limit = config.text.max_position_embeddings
+    if context is not None and not 1 <= context <= limit:
+        raise InputError(f"context is {context}, this model reads 1 to {limit} tokens")
+    file = directory / "generation_config.json"
+    found = parse_json(file.read_bytes(), file) if file.exists() else {}
     stop = found.get("eos_token_id", config.text.eos_token_id)
     stop_ids = (stop,) if isinstance(stop, int) else tuple(stop or ())
     if not all(isinstance(i, int) for i in stop_ids):
-        raise InputError(f"generation_config.json: eos_token_id is {json.dumps(stop)}, use ids")
-    return SamplingParams.from_generation_config(found), stop_ids
+        raise InputError(f"{file}: eos_token_id is {stop!r}, it must be an id or a list of ids")
+    tokenizer = None
+    if (directory / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(directory, config.image_token_id)
+    if dtype is None:
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    params = load_params(directory, config, jnp.dtype(dtype))
+    defaults = SamplingParams.from_generation_config(found)
+    return Engine(params, config, tokenizer, defaults, stop_ids, context)

@@ -212,7 +212,7 @@ def test_an_unfinished_conversion_of_another_source(source, tmp_path, monkeypatc
 def test_too_little_room_is_seen_before(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(checkpoints.convert.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(InputError, match="the conversion needs .* GB, only .* GB are free"):
+    with pytest.raises(InputError, match=r"the conversion needs .* GB, only .* GB are free"):
         convert(source, tmp_path / "m", expected(TINY), dry_run=True, progress=False)
 
 
