@@ -1,0 +1,101 @@
+"""Compiles functions for an H200 on a machine without a GPU, and reads what ptxas made of them.
+
+Needs the CUDA wheels (`jax[cuda13]`); nothing here touches a device.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+# The fields of XLA's GpuTargetConfigProto that code generation asks for.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+runtime_version { major: 13 }
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What one kernel takes of a multiprocessor; `spills` is bytes stored plus bytes loaded."""
+
+    name: str
+    registers: int
+    spills: int
+    shared: int
+    cubin: Path
+
+
+def compile_h200(
+    fn: Callable, *args: Any, dump: Path | None = None, donate_argnums: tuple[int, ...] = ()
+) -> Any:
+    """Compiles `fn` of arrays for one H200.
+
+    Args:
+      fn: a function that can be jitted.
+      *args: arrays or ShapeDtypeStructs (pytrees of them).
+      dump: folder for XLA's dump, PTX included.
+      donate_argnums: as `jax.jit` takes them.
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology="1x1x1", topology_name="h200"
+    )
+    sharding = SingleDeviceSharding(topology.devices[0])
+    device = AbstractDevice("NVIDIA H200", None, "cuda")
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+    options = {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"} if dump else {}
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(fn, donate_argnums=donate_argnums).lower(*shapes)
+    return lowered.compile(compiler_options=options)
+
+
+def resources(fn: Callable, *args: Any, folder: Path | None = None) -> list[Resources]:
+    """Returns the resources of every kernel of `fn` by ptxas; arguments as `compile_h200`."""
+    dump = folder or Path(tempfile.mkdtemp())
+    compile_h200(fn, *args, dump=dump)
+    found = []
+    for ptx in sorted(dump.glob("*.ptx")):
+        ptxas = Path(jax.__file__).parents[1] / "nvidia/cu13/bin/ptxas"
+        cubin = ptx.with_suffix(".cubin")
+        command = [ptxas, "-v", "-arch=sm_90a", ptx, "-o", cubin]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        for part in log.split("Compiling entry function")[1:]:
+            spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", part))
+            registers = int(re.findall(r"Used (\d+) registers", part)[0])
+            shared = int((re.findall(r"(\d+) bytes smem", part) or ["0"])[0])
+            found.append(Resources(part.split("'")[1], registers, spills, shared, cubin))
+    return found
