@@ -198,7 +198,7 @@ def _write_arrays(params: Path, plan: Plan, progress: bool) -> int:
     )
     with (
         Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+        ThreadPoolExecutor(2 * min(8, os.cpu_count() or 1)) as pool,
     ):
         task = bar.add_task("", total=plan.nbytes)
 

@@ -33,7 +33,7 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
 def _fetch(repo: str, revision: str | None) -> Path:
     """Downloads what a model consists of; other files of the repository stay there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
         first = [*COPIED, INDEX]
@@ -44,7 +44,7 @@ def _fetch(repo: str, revision: str | None) -> Path:
             shards = set(index.get("weight_map", {}).values())
         # By commit, so that a branch that moves meanwhile cannot mix two versions.
         snapshot_download(repo, revision=directory.name, allow_patterns=sorted(shards))
-    except (OSError, HFValidationError) as e:
+    except (OSError, HTTPError, HFValidationError) as e:
         at = f" at revision {revision}" if revision else ""
         reason = str(e).splitlines()[0].rstrip(".:")
         raise InputError(

@@ -1,6 +1,7 @@
 """Conversion of a 2 GB checkpoint: speed beside a copy, host memory, kills at random moments."""
 
 import dataclasses
+import filecmp
 import json
 import os
 import random
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers_checkpoints import TEXT, VISION, config_json, published
-from test_convert import contents, kill_when, start
+from test_convert import kill_when, start
 
 from checkpoints.safetensors_writer import write_published
 from inkling_jax.config import Config
@@ -102,30 +103,29 @@ def test_speed_and_memory(large, tmp_path):
 
 
 def test_ten_kills_at_random_moments(large, tmp_path):
-    target, seconds = tmp_path / "model", random.Random(7)
-    start(large, tmp_path / "whole").communicate()
-    partial, kills = tmp_path / "model.partial", 0
+    target, whole, moment = tmp_path / "model", tmp_path / "whole", random.Random(7)
+    began = time.monotonic()
+    start(large, whole).communicate()
+    total, kills, finished = time.monotonic() - began, 0, 0
     while kills < 10:
-        process = start(large, target)
-        written = sum(f.stat().st_size for f in partial.rglob("*") if f.is_file())
-        pause = seconds.uniform(0, 0.4)
-
-        def moved(written=written, pause=pause):
-            """From when it writes, a random time."""
-            if len(list(partial.rglob("*"))) < 2:
-                return False
-            time.sleep(pause)
-            return True
-
-        kills += kill_when(process, moved)
-        assert not target.exists() or is_complete(target, tmp_path / "whole")
-        if target.exists():
+        end = time.monotonic() + moment.uniform(0.2, 1.0) * total
+        killed = kill_when(start(large, target), lambda end=end: time.monotonic() > end)
+        kills += killed
+        if target.exists():  # the kill came too late, or just after the rename
+            finished += 1
+            assert same_files(target, whole)
             shutil.rmtree(target)
+    print(f"{kills} kills, {finished} conversions had finished before")
     process = start(large, target)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert is_complete(target, tmp_path / "whole")
+    assert same_files(target, whole)
 
 
-def is_complete(target, whole):
-    return contents(target) == contents(whole)
+def same_files(one, other):
+    names = [
+        {file.relative_to(top) for file in top.rglob("*") if file.is_file()} for top in (one, other)
+    ]
+    return names[0] == names[1] and all(
+        filecmp.cmp(one / name, other / name, shallow=False) for name in names[0]
+    )

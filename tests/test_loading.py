@@ -1,0 +1,267 @@
+"""Loading onto devices: published or converted, by path or hub id, in parts, checked before."""
+
+import dataclasses
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers_checkpoints import TINY, config_json, published, tensors
+
+from checkpoints.safetensors_reader import INDEX
+from checkpoints.safetensors_writer import write_published
+from inkling_jax import loading
+from inkling_jax.errors import InputError
+from inkling_jax.hub import resolve
+from inkling_jax.loading import checkpoint_params, convert, load_params
+from inkling_jax.quant import QuantTensor, dequantize
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("published")
+    write_published(directory, published(TINY), config_json(TINY), shard_bytes=64 << 10)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def converted(source, tmp_path_factory):
+    target = tmp_path_factory.mktemp("out") / "model"
+    convert(source, target, progress=False)
+    return target
+
+
+def by_path(params):
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(params)}
+
+
+def same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+def split_experts(axis):
+    """Shardings over 2 devices: packed experts along `axis`, the rest on both."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def one(spec):
+        parts = [None] * len(spec.shape)
+        if spec.dtype in (jnp.uint8, jnp.float8_e4m3fn):
+            parts[axis] = "x"
+        return jax.NamedSharding(mesh, jax.P(*parts))
+
+    return lambda abstract: jax.tree.map(one, abstract)
+
+
+@pytest.mark.parametrize("directory", ["source", "converted"])
+def test_parameters_are_the_published_values(directory, request):
+    params = load_params(request.getfixturevalue(directory), TINY, jnp.float32)
+    found, named = by_path(params), tensors(TINY)
+    wq = named["model.llm.layers.1.attn.wq_du.weight"].astype(np.float32)
+    np.testing.assert_array_equal(found["layers", 1, "attn", "wq"], wq.reshape(6, 16, 64))
+    w2 = [found["layers", i, "moe", "w2"] for i in range(3)]
+    assert w2[0].format == "nvfp4" and w2[1].shape == (4, 64, 32) and w2[2].format == "mxfp8"
+    values = named["model.llm.layers.2.mlp.experts.w13_weight"].astype(np.float32)
+    scales = named["model.llm.layers.2.mlp.experts.w13_weight_scale"].astype(np.float32)
+    decoded = values.reshape(4, 64, 2, 32) * 2.0 ** (scales[..., None] - 127)
+    w13 = dequantize(found["layers", 2, "moe", "w13"], jnp.float32)
+    np.testing.assert_array_equal(w13, decoded.reshape(4, 64, 64))
+    assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float32])
+def test_published_and_converted_load_alike(source, converted, dtype):
+    one, other = load_params(source, TINY, dtype), load_params(converted, TINY, dtype)
+    same(one, other)
+    found = by_path(one)
+    assert found["layers", 0, "attn", "wq"].dtype == (dtype or jnp.bfloat16)
+    assert found["layers", 0, "moe", "gate"].dtype == jnp.float32
+    abstract = checkpoint_params(converted, TINY, dtype)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), abstract) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), one
+    )
+
+
+@pytest.mark.parametrize("directory", ["source", "converted"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_on_two_devices_are_the_same_parameters(source, directory, axis, request):  # QZ-04
+    whole = load_params(source, TINY)
+    parts = load_params(request.getfixturevalue(directory), TINY, shardings=split_experts(axis))
+    same(whole, parts)
+    w13 = by_path(parts)["layers", 0, "moe", "w13"]
+    assert isinstance(w13, QuantTensor) and len(w13.scales.sharding.device_set) == 2
+    shape = list(w13.scales.shape)
+    shape[axis] //= 2
+    assert w13.scales.addressable_shards[1].data.shape == tuple(shape)
+
+
+def test_a_split_inside_a_block_is_refused(source):  # QZ-04: w2 has one block of 32 columns
+    with pytest.raises(ValueError, match="partitioned 2 times, but the dimension size is 1"):
+        load_params(source, TINY, shardings=split_experts(2))
+
+
+def test_each_device_reads_its_part_only(source, monkeypatch):
+    asked = []
+    read = loading.Leaf.__getitem__
+
+    def recording(leaf, index):
+        asked.append((leaf.path, index))
+        return read(leaf, index)
+
+    monkeypatch.setattr(loading.Leaf, "__getitem__", recording)
+    load_params(source, TINY, shardings=split_experts(0))
+    values = ("layers", 0, "moe", "w13", "values")
+    assert [index[0] for path, index in asked if path == values] == [slice(0, 2), slice(2, 4)]
+    assert len([path for path, _ in asked if path == ("embed", "weight")]) == 1  # replicas share
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(source, monkeypatch):
+    monkeypatch.setattr(loading, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(loading, "_place", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(InputError, match=r"needs 0\.\d\d GB on .*, 0\.00 GB are free"):
+        load_params(source, TINY)
+
+
+def test_free_memory_of_the_host_is_known():
+    assert 1 << 20 < loading.free_memory(jax.devices("cpu")[0]) < 1 << 50
+
+
+def test_a_checkpoint_of_another_configuration(source, converted):
+    other = dataclasses.replace(TINY, text=dataclasses.replace(TINY.text, vocab_size=80))
+    for directory in (source, converted):
+        with pytest.raises(InputError, match="2 faults") as error:
+            load_params(directory, other)
+        assert "embed.weight" in str(error.value) and "80" in str(error.value)
+
+
+def test_names_of_models(tmp_path):
+    assert resolve(tmp_path) == tmp_path
+    (tmp_path / "file").write_text("x")
+    for name, revision, reason in (
+        (tmp_path / "file", None, "is a file"),
+        (tmp_path, "main", "is a directory here, it has no revision 'main'"),
+        (tmp_path / "absent", None, "is neither a directory nor a hub id"),
+        ("../org/name", None, "is neither"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            resolve(name, revision)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as a download asks for: files of `site`; it notes which it gave."""
+
+    site: Path
+    given: list[str]
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def answer(self, body):
+        path, known = self.path.split("?")[0], "/org/tiny"
+        files = sorted(file.name for file in self.site.iterdir())
+        if path.startswith(f"/api/models{known}/") and "/v2" not in path:
+            kind = path.removeprefix(f"/api/models{known}/").split("/")[0]
+            info = {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": f} for f in files]}
+            tree = [
+                {"type": "file", "path": f, "size": (self.site / f).stat().st_size, "oid": f}
+                for f in files
+            ]
+            self.reply(200, json.dumps(info if kind == "revision" else tree).encode(), body)
+        elif path.startswith(f"{known}/resolve/{COMMIT}/"):
+            name = path.rsplit("/", 1)[1]
+            if body:
+                self.given.append(name)
+            self.reply(200, (self.site / name).read_bytes(), body, etag=name)
+        else:
+            code = "RevisionNotFound" if "v2" in path else "RepoNotFound"
+            self.reply(404, b"{}", body, error=code)
+
+    def reply(self, status, data, body, etag=None, error=None):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", "application/json")
+        if etag:
+            self.send_header("ETag", f'"{etag}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+        if error:
+            self.send_header("X-Error-Code", error)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(source, tmp_path):
+    """Address of a hub that has `org/tiny` but no revision v2, and the names of files it gave."""
+    site = tmp_path / "site"
+    shutil.copytree(source, site)
+    (site / "stray.safetensors").write_bytes(b"not listed")
+    (site / "pytorch_model.bin").write_bytes(b"pickle")
+    given: list[str] = []
+    handler = type("Handler", (Hub,), {"given": given, "site": site})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", given
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+# The hub's library reads its settings when it is imported.
+RESOLVE = """
+import sys
+from inkling_jax.errors import InputError
+from inkling_jax.hub import resolve
+for name, revision in (("org/tiny", "v1"), ("org/tiny", "v2"), ("org/none", None)):
+    try:
+        print(resolve(name, revision))
+    except InputError as e:
+        print(e)
+"""
+
+
+def test_a_hub_id_fetches_the_needed_files_only(source, hub, tmp_path):
+    address, given = hub
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": address,
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+    for again in (False, True):
+        run = subprocess.run(
+            [sys.executable, "-c", RESOLVE], env=environment, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        directory, no_revision, no_model = run.stdout.splitlines()
+        shards = set(json.loads((source / INDEX).read_text())["weight_map"].values())
+        needed = {"config.json", "tokenizer.json", INDEX, *shards}
+        assert sorted(given) == ([] if again else sorted(needed))
+        given.clear()
+    same(load_params(Path(directory), TINY), load_params(source, TINY))
+    fault = "org/{}: is no directory here, and cannot be fetched from the hub{}"
+    assert no_revision.startswith(fault.format("tiny", " at revision v2 ("))
+    assert no_model.startswith(fault.format("none", " ("))
