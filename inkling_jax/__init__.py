@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from inkling_jax.engine import Engine, load
     from inkling_jax.errors import InputError
     from inkling_jax.generation import decode, generate, prefill
+    from inkling_jax.inspection import Inspection, inspect
     from inkling_jax.loading import convert
     from inkling_jax.model import (
         abstract_params,
@@ -29,6 +30,7 @@ __all__ = [
     "Engine",
     "GenerationOutput",
     "InputError",
+    "Inspection",
     "Sampling",
     "SamplingParams",
     "Score",
@@ -45,6 +47,7 @@ __all__ = [
     "init_cache",
     "init_params",
     "inkling2_small",
+    "inspect",
     "load",
     "prefill",
     "rollback",
@@ -57,6 +60,7 @@ _HOME = {
     "Engine": "engine",
     "GenerationOutput": "outputs",
     "InputError": "errors",
+    "Inspection": "inspection",
     "Sampling": "sampling",
     "SamplingParams": "sampling_params",
     "Score": "outputs",
@@ -73,6 +77,7 @@ _HOME = {
     "init_cache": "cache",
     "init_params": "model",
     "inkling2_small": "config",
+    "inspect": "inspection",
     "load": "engine",
     "prefill": "generation",
     "rollback": "cache",

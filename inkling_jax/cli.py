@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "hold a conversation on the terminal",
     "score": "give the log probability of every token of a sequence",
     "convert": "turn a published directory into an Orbax checkpoint",
+    "inspect": "show what a model directory holds and what memory it needs",
     "env": "show versions, devices and the kernels that would run",
     "demo": "convert the shipped model, answer a question and describe a picture",
 }

@@ -41,7 +41,7 @@ ROWS = (
     {"reading"},
     {"hub"},
     {"loading"},
-    {"inspect", "plan"},
+    {"inspection", "plan"},
     {"engine"},
     {"__init__"},
     {"commands"},

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return as_json(output)
 
 
-def show(pieces: Iterable[ij.StreamPiece]) -> ij.GenerationOutput:
+def show(pieces: "Iterable[ij.StreamPiece]") -> "ij.GenerationOutput":
     """Prints a reply as it comes, its thinking on stderr; returns the finished output."""
     output = None
     for piece in pieces:
@@ -56,7 +56,7 @@ def show(pieces: Iterable[ij.StreamPiece]) -> ij.GenerationOutput:
     return output
 
 
-def as_json(output: ij.GenerationOutput) -> dict[str, Any]:
+def as_json(output: "ij.GenerationOutput") -> dict[str, Any]:
     """Returns an output as `--json` prints it, without what was not asked for."""
     result = dataclasses.asdict(output)
     return {k: v for k, v in result.items() if v is not None or k == "text"}

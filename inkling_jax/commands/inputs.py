@@ -23,7 +23,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--context",
-        type=_count,
+        type=int,
         metavar="N",
         help="most tokens of prompt and reply together",
     )
@@ -105,12 +105,6 @@ def read_messages(path: str) -> list[dict[str, Any]]:
     raise ij.InputError(
         f'{path}: must hold a JSON list of messages, such as [{{"role": "user", "content": "Hi"}}]'
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}, it must be a whole number of at least 1")
-    return int(text)
 
 
 def _read_json(path: str) -> Any:
