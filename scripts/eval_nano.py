@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from nano import questions, step, teacher
+from nano import corpus, questions, step, teacher
 from nano.questions import TRAINED_LENGTH, Item
 from nano.stamp import stamp
 from train_nano import load_params
@@ -35,8 +35,9 @@ def main() -> None:
     """Measures the model and writes the result."""
     args = _arguments()
     began = time.monotonic()
+    documents = corpus.build()
     model = ij.load(args.model)
-    source = questions.open_source(model, args.model)
+    source = questions.make_source(documents, model, args.model)
     tasks = make_tasks(model, source, args.items)
     trained = json.loads(args.train.read_text()) if args.train.exists() else {}
     result = {

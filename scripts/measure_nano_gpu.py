@@ -24,7 +24,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from nano import agreement, questions
+from nano import agreement, corpus, questions
 from nano.stamp import stamp
 
 import inkling_jax as ij
@@ -47,11 +47,12 @@ def main() -> None:
         print(json.dumps(measure_loop(ij.load(args.model))))
         return
     began = time.monotonic()
+    argmax = measure_argmax(args.model)
     loop = {name: loop_in_process(args.model, flag) for name, flag in VARIANTS.items()}
     graph, no_graph = (loop[name]["step_us"] for name in VARIANTS)
     result = {
         **stamp(args.model),
-        "argmax": measure_argmax(args.model),
+        "argmax": argmax,
         "decode_loop": {**loop, "ratio": round(no_graph / graph, 2)},
         "seconds": round(time.monotonic() - began, 1),
     }
@@ -62,8 +63,9 @@ def main() -> None:
 
 def measure_argmax(checkpoint: Path) -> dict[str, Any]:
     """Compares the most probable tokens of held-out text and of replies in both precisions."""
+    documents = corpus.build()
     models = [ij.load(checkpoint, dtype=dtype) for dtype in ("bfloat16", "float32")]
-    source = questions.open_source(models[0], checkpoint)
+    source = questions.make_source(documents, models[0], checkpoint)
     found = {}
     for name, (tokens, lengths, counts) in _positions(models[0], source).items():
         low, high = (np.asarray(_read(m.params, m.config, tokens, lengths))[counts] for m in models)

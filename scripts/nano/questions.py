@@ -48,10 +48,9 @@ class Source:
     sha256: str
 
 
-def open_source(model: Engine, checkpoint: Path) -> Source:
-    """Collects the corpus of this machine and encodes its held-out part."""
+def make_source(documents: list[corpus.Document], model: Engine, checkpoint: Path) -> Source:
+    """Encodes the held-out part of `corpus.build()`, which has to come before JAX's threads."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    documents = corpus.build()
     train = [d for d in documents if not d.held_out]
     marker = model.tokenizer.control[wire.DOCUMENT]
     ids = [[marker, *model.tokenizer.encode(d.text)] for d in documents if d.held_out]
