@@ -1,0 +1,104 @@
+"""Writes inkling-jax-nano's model card; its figures are those of config.json and results/*.json.
+
+PYTHONPATH=. python3 scripts/nano_card.py
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+NANO = HERE.parent / "checkpoints" / "inkling-jax-nano"
+TASKS = {
+    "picture": "pictures",
+    "retrieval": "keys",
+    "retrieval_near": "keys, near",
+    "retrieval_beyond": "keys, beyond",
+    "chat": "chat",
+}
+
+
+def main() -> None:
+    """Writes the card beside the weights."""
+    config = json.loads((NANO / "config.json").read_text())
+    evaluation = json.loads((HERE / "results" / "nano_eval.json").read_text())
+    training = json.loads((HERE / "results" / "nano_train.json").read_text())
+    (NANO / "README.md").write_text(card(config, evaluation, training))
+
+
+def card(config: Mapping[str, Any], evaluation: Mapping, training: Mapping) -> str:
+    """Returns the model card."""
+    forms = [name for name in ("packed", "bf16") if name in evaluation]
+    text, corpus = config["text_config"], training["corpus"]
+    documents = [corpus["train"], corpus["held_out"]]
+    lines = [_line("text, bits per byte", [evaluation[f]["text"]["bits_per_byte"] for f in forms])]
+    for task, title in TASKS.items():
+        lines.append(_line(title, [_share(evaluation[f][task]) for f in forms]))
+    return (
+        (HERE / "nano" / "card.md")
+        .read_text()
+        .format(
+            shape="\n".join(_line(name, [value]) for name, value in _shape(config).items()),
+            device=evaluation["device"],
+            commit=(evaluation["commit"] or "no commit")[:10],
+            forms=" | ".join(f"{name} experts" for name in forms),
+            rules="|".join("---" for _ in forms),
+            results="\n".join(lines),
+            comparison=_comparison(evaluation, forms),
+            length=2048,
+            window=text["sliding_window_size"],
+            extent=text["rel_extent"],
+            positions=text["max_position_embeddings"],
+            steps=training["step"],
+            minutes=round(training["seconds"] / 60, 1),
+            train_device=training["device"],
+            train_python=training["python"],
+            documents=sum(part["documents"] for part in documents),
+            megabytes=round(sum(part["bytes"] for part in documents) / 1e6, 1),
+            corpus=corpus["sha256"],
+        )
+    )
+
+
+def _shape(config: Mapping[str, Any]) -> dict[str, str]:
+    text, vision = config["text_config"], config["vision_config"]
+    kinds = text["layer_types"]
+    shards = sorted(NANO.glob("*.safetensors"))
+    size = sum(shard.stat().st_size for shard in shards) / 1e6
+    heads = f"{text['num_attention_heads']} query, {text['num_key_value_heads']} key/value"
+    return {
+        "layers": f"{len(kinds)}, {sum('full' in k for k in kinds)} of them with full attention",
+        "hidden size": f"{text['hidden_size']}",
+        "heads": f"{heads}, of {text['head_dim']}",
+        "window, extent of the relative bias": f"{text['sliding_window_size']}, "
+        f"{text['rel_extent']}",
+        "experts": f"{text['n_routed_experts']} of width {text['moe_intermediate_size']}, "
+        f"{text['num_experts_per_tok']} per token",
+        "vocabulary": f"{text['unpadded_vocab_size']} of {text['vocab_size']} rows",
+        "image tower": f"{vision['num_hidden_layers']} layers, hidden {vision['hidden_size']}",
+        "files": f"{len(shards)} shards, {size:.1f} MB",
+    }
+
+
+def _comparison(evaluation: Mapping[str, Any], forms: list[str]) -> str:
+    if len(forms) == 2:
+        packed, bf16 = (evaluation[f]["text"]["bits_per_byte"] for f in forms)
+        change = f"{100 * (packed / bf16 - 1):+.2f} % bits per byte"
+        return f"Packing the experts changes the text's loss by {change}."
+    run = evaluation["training_run"]
+    packed, bf16 = (run[form]["bits_per_byte"] for form in ("packed", "bf16"))
+    return f"At the end of training: {packed} bits per byte packed, {bf16} with bf16 experts."
+
+
+def _share(found: Mapping[str, Any]) -> str:
+    low, high = (100 * x for x in found["interval"])
+    return f"{100 * found['share']:.1f} % of {found['items']} ({low:.1f} to {high:.1f})"
+
+
+def _line(name: str, values: list[Any]) -> str:
+    return f"| {name} | {' | '.join(map(str, values))} |"
+
+
+if __name__ == "__main__":
+    main()
