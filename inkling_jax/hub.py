@@ -33,7 +33,10 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
 def _fetch(repo: str, revision: str | None) -> Path:
     """Downloads what a model consists of; other files of the repository stay there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     try:
         first = [*COPIED, INDEX]

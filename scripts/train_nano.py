@@ -5,7 +5,8 @@ machine. A piece ends `--minutes` after its start, compilation included, and sav
 schedule of the `--last` piece ends with it, and an evaluation follows.
 
   PYTHONPATH=. python3 scripts/train_nano.py --work WORK --out OUT --minutes 9 --total 12
-  PYTHONPATH=. python3 scripts/train_nano.py --work WORK --out OUT --minutes 7 --total 12 --last
+  PYTHONPATH=. python3 scripts/train_nano.py --work WORK --out OUT --minutes 7 --total 12 --last \
+    --phase refine
 """
 
 import argparse
@@ -91,9 +92,10 @@ def main() -> None:
         tokenizer.token_to_id(wire.IMAGE), tokenizer.token_to_id(wire.END_SAMPLING)
     )
     held_out = batches.open_source(args.work, held_out=True)
-    sizes = dataclasses.replace(
-        batches.Sizes(), **{name: value for name, value in vars(args.sizes).items()}
-    )
+    phase = dataclasses.asdict(recipe.PHASES[args.phase])
+    weights = jnp.array([0.0, *phase.pop("weights")], jnp.float32)  # nothing for what users say
+    usual = dataclasses.replace(batches.Sizes(), **vars(args.sizes))
+    sizes = dataclasses.replace(batches.Sizes(), **phase | vars(args.sizes))
     log(event="corpus", python=platform.python_version(), jax=jax.__version__, **record)
 
     params = jax.jit(lambda: step.init_params(config, args.seed))()
@@ -113,13 +115,12 @@ def main() -> None:
     step_fn = jax.jit(lambda *a: step.train_step(*a, config, optim, token_bytes), donate_argnums=0)
     evaluate_fn = evaluate.make_evaluate(config, held_out)
     bf16 = jax.eval_shape(lambda: step.to_state(config, params, step.compute_dtype()))
-    zero = jnp.float32(0)
+    zero, quick = jnp.float32(0), evaluate.held_out(held_out, 4, usual)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # both programs compile at a time
-        compiled = pool.submit(step_fn.lower(state, batch, zero, zero).compile)
-        measure = pool.submit(evaluate_fn.lower(bf16, batch).compile)
+        compiled = pool.submit(step_fn.lower(state, batch, zero, zero, weights).compile)
+        measure = pool.submit(evaluate_fn.lower(bf16, quick[0]).compile)
         compiled, measure = compiled.result(), measure.result()
     log(event="compiled", temporaries_gb=_temporaries(compiled))
-    quick = evaluate.held_out(held_out, 4, sizes)
 
     round_experts = jax.jit(step.rounded)
 
@@ -144,7 +145,8 @@ def main() -> None:
             if share >= 1:
                 break
             rate, rounding = learning_rate(share, args.rate), float(share >= ROUNDING)
-            state, counts, peak = compiled(state, batch, jnp.float32(rate), jnp.float32(rounding))
+            settings = (jnp.float32(rate), jnp.float32(rounding), weights)
+            state, counts, peak = compiled(state, batch, *settings)
             seconds = spent + time.monotonic() - start
             progress |= {"step": progress["step"] + 1, "seconds": seconds, "share": share}
             sums = counts if sums is None else sums + counts
@@ -187,7 +189,7 @@ def main() -> None:
         stream.close()
 
     if args.last:
-        everything = evaluate.held_out(held_out, args.eval_batches, sizes)
+        everything = evaluate.held_out(held_out, args.eval_batches, usual)
         found = {
             "packed": report("final_packed", everything, 1.0),
             "bf16": report("final_bf16", everything, 0.0),
@@ -211,6 +213,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="parameters, log and evaluation")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this piece")
     parser.add_argument("--total", type=float, default=12.0, help="minutes of training in all")
+    parser.add_argument("--phase", choices=recipe.PHASES, default="learn")
     parser.add_argument("--last", action="store_true", help="end the schedule with this piece")
     parser.add_argument("--start", type=Path, help="folder with params-*.npy to begin from")
     parser.add_argument("--share", type=float, default=0.0, help="of the schedule, to begin at")

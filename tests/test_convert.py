@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -176,7 +177,7 @@ def interrupted(source, target, monkeypatch, after):
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.convert, "write_array", write)
-        patch.setattr(checkpoints.convert.os, "cpu_count", lambda: 1)
+        patch.setattr(checkpoints.convert, "ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))
         with pytest.raises(InputError, match="the disk is full; make room and run the same"):
             convert(source, target, expected(TINY), progress=False)
 

@@ -86,6 +86,17 @@ def test_float8_and_packed_4_bit_keep_their_bits(tmp_path):  # LD-03
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
+def test_every_e4m3_code(tmp_path):  # QZ-02
+    codes = np.arange(256, dtype=np.uint8)
+    write_file(tmp_path / "f.safetensors", {"a": codes.view(ml_dtypes.float8_e4m3fn)})
+    exponent, mantissa = (codes >> 3 & 15).astype(int), (codes & 7) / 8
+    size = np.where(exponent, (1 + mantissa) * 2.0 ** (exponent - 7), mantissa * 2.0**-6)
+    size = np.where(codes & 127 == 127, np.nan, size)
+    read = read_tensor(read_index(tmp_path / "f.safetensors")["a"]).astype(np.float32)
+    np.testing.assert_array_equal(read, np.where(codes > 127, -size, size))
+    assert np.signbit(read[0x80]) and read[0x7E] == 448 and read[1] == 2**-9
+
+
 @pytest.mark.parametrize(
     "array",
     [

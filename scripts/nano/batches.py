@@ -6,7 +6,7 @@ import functools
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,12 +45,14 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How many rows of each kind a batch has, and how many tokens a row."""
+    """Rows of each kind in a batch, tokens of a row, and the choices of `recipe.Phase`."""
 
     text: int = 7
     retrieval: int = 5
     chats: int = 4
     length: int = TRAINED_LENGTH
+    read_documents: bool = True
+    question_shares: tuple[float, ...] = pictures.EVEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +112,12 @@ def make_batch(source: Source, seed: int, sizes: Sizes) -> Batch:
     """Makes the batch of a seed; held-out batches have other seeds and hide keys far away."""
     rng = np.random.default_rng(seed + (_HELD_OUT_SEED if source.held_out else 0))
     rows = [_text_row(rng, source, sizes.length) for _ in range(sizes.text)]
-    rows += [_retrieval_row(rng, source, sizes.length) for _ in range(sizes.retrieval)]
+    rows += [_retrieval_row(rng, source, sizes) for _ in range(sizes.retrieval)]
     slots = sizes.chats * PICTURES_PER_ROW
     tiles = np.zeros((slots, pictures.MAX_CELLS, pictures.CELL, pictures.CELL, 3), np.uint8)
     grid = np.ones((slots, 2), np.int32)
     for row in range(sizes.chats):
-        tokens, shown = _chat_row(rng, source, sizes.length)
+        tokens, shown = _chat_row(rng, source, sizes)
         rows.append(tokens)
         for slot, picture in enumerate(shown, start=row * PICTURES_PER_ROW):
             tiles[slot, : len(picture.cells)] = picture.tiles
@@ -152,11 +154,11 @@ def _text_row(rng: np.random.Generator, source: Source, length: int) -> Row:
     return tokens, np.full(length, TEXT)
 
 
-def _retrieval_row(rng: np.random.Generator, source: Source, length: int) -> Row:
+def _retrieval_row(rng: np.random.Generator, source: Source, sizes: Sizes) -> Row:
     turns = 1 if source.held_out else 5
     count = int(rng.integers(3, 9))
     names = tasks.keys(rng, source.words, count)
-    room = length - 32 - 24 * count - 40 * turns
+    room = sizes.length - 32 - 24 * count - 40 * turns
     size = room if source.held_out or rng.random() < 0.6 else int(rng.integers(64, room))
     start = int(rng.integers(len(source.tokens) - size))
     text = source.tokenizer.decode(source.tokens[start : start + size])
@@ -166,23 +168,23 @@ def _retrieval_row(rng: np.random.Generator, source: Source, length: int) -> Row
     asked = [tasks.ask(name, names[name]) for name in chosen]
     asked[0] = (f"{text}\n\n{asked[0][0]}", asked[0][1])
     tokens, task = _conversation(source, asked, RETRIEVAL)
-    if not source.held_out:  # the documentation is text to learn from, too
+    if sizes.read_documents and not source.held_out:
         task = np.where(task == NONE, TEXT, task)
     return tokens, task
 
 
 def _chat_row(
-    rng: np.random.Generator, source: Source, length: int
+    rng: np.random.Generator, source: Source, sizes: Sizes
 ) -> tuple[Row, list[pictures.Picture]]:
     """Returns conversations one after the other, and the pictures that they show."""
     few = not source.held_out and rng.random() < _FEW_SHARE
-    most = int(rng.integers(1, 3)) if few else length
+    most = int(rng.integers(1, 3)) if few else sizes.length
     chats: list[Row] = []
     shown: list[pictures.Picture] = []
-    while len(chats) < most and sum(len(t) for t, _ in chats) < length:
+    while len(chats) < most and sum(len(t) for t, _ in chats) < sizes.length:
         if len(shown) < PICTURES_PER_ROW and rng.random() < _PICTURE_SHARE:
             shown.append(pictures.draw(rng))
-            chats.append(_picture_chat(rng, source, shown[-1]))
+            chats.append(_picture_chat(rng, source, shown[-1], sizes.question_shares))
         else:
             turns = range(int(rng.integers(1, 4)))
             chat = [tasks.chat_task(rng, source.words, source.facts) for _ in turns]
@@ -191,11 +193,14 @@ def _chat_row(
     return (tokens, task), shown
 
 
-def _picture_chat(rng: np.random.Generator, source: Source, picture: pictures.Picture) -> Row:
+def _picture_chat(
+    rng: np.random.Generator, source: Source, picture: pictures.Picture, shares: Sequence[float]
+) -> Row:
     if rng.random() < 0.15:
         turns = [("What is in the picture?", pictures.describe_all(picture))]
     else:
-        turns = [pictures.question(rng, picture) for _ in range(int(rng.integers(1, 5)))]
+        count = int(rng.integers(1, 5))
+        turns = [pictures.question(rng, picture, shares) for _ in range(count)]
     image = {"role": "user", "content": [{"type": "image"}]}
     return _conversation(
         source, turns, PICTURE, [image], tiles=len(picture.cells), effort=_effort(rng)

@@ -1,5 +1,6 @@
 """Pictures of simple shapes on a grid of cells, and questions about them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ COLOURS = {
     "pink": (250, 150, 190),
 }
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "ring")
+QUESTIONS = ("where", "colour", "shape", "count", "presence", "what")
+EVEN = (0.125, 0.125, 0.125, 0.125, 0.125, 0.375)  # "what" also stands in for what cannot be asked
 _EMPTY_SHARE = 0.12
 
 
@@ -81,23 +84,25 @@ def _mask(shape: str, middle: np.ndarray, radius: float) -> np.ndarray:
             return (y <= 0.8) & (abs(x) <= (y + 1) * 0.58)
 
 
-def question(rng: np.random.Generator, picture: Picture) -> tuple[str, str]:
-    """Returns a question about the picture and its answer."""
+def question(
+    rng: np.random.Generator, picture: Picture, shares: Sequence[float] = EVEN
+) -> tuple[str, str]:
+    """Returns a question about the picture, of a kind drawn by `shares`, and its answer."""
     at = int(rng.integers(len(picture.cells)))
     cell, where = picture.cells[at], place(picture, at)
-    kind = rng.integers(8)
-    if kind == 0 and cell and picture.cells.count(cell) == 1:
+    kind = QUESTIONS[rng.choice(len(QUESTIONS), p=shares)]
+    if kind == "where" and cell and picture.cells.count(cell) == 1:
         return f"Where is the {' '.join(cell)}?", f"At the {where}."
-    if kind == 1 and cell:
+    if kind == "colour" and cell:
         return f"Which colour is the shape at the {where}?", f"{cell[0].capitalize()}."
-    if kind == 2 and cell:
+    if kind == "shape" and cell:
         return f"Which shape is at the {where}?", f"A {cell[1]}."
-    if kind == 3:
+    if kind == "count":
         shape = SHAPES[rng.integers(len(SHAPES))]
         count = sum(c is not None and c[1] == shape for c in picture.cells)
         plural = "crosses" if shape == "cross" else f"{shape}s"
         return f"How many {plural} are there?", f"{count}."
-    if kind == 4:
+    if kind == "presence":
         colour, shape = _random_cell(rng) if cell is None or rng.random() < 0.5 else cell
         yes = (colour, shape) in picture.cells
         return f"Is there {_article(colour)} {shape}?", "Yes." if yes else "No."

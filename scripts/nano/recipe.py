@@ -11,6 +11,35 @@ TRAINED_LENGTH = 2048
 MODEL_TOKENS = 4000  # vocabulary in use; the rest of the rows is padding
 
 
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What a part of the training sees, and what counts in its loss.
+
+    Attributes:
+      text, retrieval, chats: rows of each kind in a batch.
+      weights: of the losses of text, retrieval, pictures and chat.
+      read_documents: the documentation in retrieval rows counts as text, too.
+      question_shares: of the kinds of `pictures.QUESTIONS`.
+    """
+
+    text: int
+    retrieval: int
+    chats: int
+    weights: tuple[float, float, float, float]
+    read_documents: bool
+    question_shares: tuple[float, ...]
+
+
+# The corpus is small: after a few passes its text is only learned by heart, so the second phase
+# turns to the tasks, above all to the questions that compare the cells of a picture.
+PHASES = {
+    "learn": Phase(
+        7, 5, 4, (1.0, 0.5, 0.5, 0.25), True, (0.125, 0.125, 0.125, 0.125, 0.125, 0.375)
+    ),
+    "refine": Phase(2, 3, 11, (0.3, 0.5, 1.0, 0.5), False, (0.22, 0.08, 0.08, 0.22, 0.3, 0.1)),
+}
+
+
 def nano(image_token: int, eos_token: int) -> Config:
     """Returns the configuration: 12 layers (2 full), hidden 128, 4 of 24 experts."""
     heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 64}

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -20,8 +19,6 @@ from nano import batches, recipe
 from nano.batches import Batch
 from nano.optimizer import Params
 
-# Of the tasks in the loss. NumPy: a device array would start the device in every worker.
-WEIGHTS = np.array([0.0, 1.0, 0.5, 0.5, 0.25], np.float32)
 BALANCE_STEP = 1e-3
 MAX_ANSWERS = 96  # of a row
 _QUANTIZE = {"nvfp4": jax.jit(quant.quantize_nvfp4), "mxfp8": jax.jit(quant.quantize_mxfp8)}
@@ -196,6 +193,7 @@ def train_step(
     batch: Batch,
     rate: Float[Array, ""],
     rounding: Float[Array, ""],
+    weights: Float[Array, " tasks"],
     config: Config,
     optimizer: optax.GradientTransformation,
     token_bytes: Int[Array, " V"],
@@ -211,7 +209,7 @@ def train_step(
     def loss(params):
         counts, load = run(rounded(params, rounding))
         means = counts.nll / jnp.maximum(counts.tokens, 1)
-        return jnp.sum(WEIGHTS * means), (counts, load)
+        return jnp.sum(weights * means), (counts, load)
 
     gradients, (counts, load) = jax.grad(loss, has_aux=True)(state.params)
     updates, opt_state = optimizer.update(gradients, state.optimizer, state.params)
