@@ -27,6 +27,7 @@ OURS = {
 # the public names, which the package fetches lazily from the rows above.
 ROWS = (
     {"errors"},
+    {"config_fields"},
     {"config"},
     {"sampling_params", "messages", "streaming"},
     {"quant", "cache", "sampling", "images", "text"},
