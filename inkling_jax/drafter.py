@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from inkling_jax.cache import write
@@ -32,7 +33,7 @@ class Context:
     v: tuple[Float[Array, "B S K d"], ...]
 
 
-def init_context(config: DrafterConfig, batch: int, capacity: int, dtype: jnp.dtype) -> Context:
+def init_context(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeLike) -> Context:
     """Returns an empty context for `capacity` tokens a row."""
 
     def zeros():
@@ -57,7 +58,7 @@ def rotate(
 class DraftAttention(nnx.Module):
     """Attention from a block to its context and to all of itself."""
 
-    def __init__(self, config: DrafterConfig, dtype: jnp.dtype):
+    def __init__(self, config: DrafterConfig, dtype: DTypeLike):
         self.theta = config.rope_theta
         hidden, dim = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -73,7 +74,7 @@ class DraftAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T K d"], Float[Array, "B T K d"]]:
         """Returns rotated keys, and values."""
         k = einsum("btd,hkd->bthk", z, self.wk[...])
-        k = rotate(self.k_norm(k, jnp.dtype(jnp.float32)), position, self.theta)
+        k = rotate(self.k_norm(k, jnp.float32), position, self.theta)
         return k.astype(z.dtype), einsum("btd,hkd->bthk", z, self.wv[...]).astype(z.dtype)
 
     def __call__(
@@ -87,7 +88,7 @@ class DraftAttention(nnx.Module):
         b, t, _ = z.shape
         kv_heads, dim = k_context.shape[2:]
         position = start[:, None] + jnp.arange(t)
-        q = self.q_norm(einsum("btd,hkd->bthk", z, self.wq[...]), jnp.dtype(jnp.float32))
+        q = self.q_norm(einsum("btd,hkd->bthk", z, self.wq[...]), jnp.float32)
         q = rotate(q, position, self.theta).astype(z.dtype)
         q = q.reshape(b, t, kv_heads, -1, dim)  # [B, T, K, G, d]
         k, v = self.keys_values(z, position)
@@ -105,7 +106,7 @@ class DraftAttention(nnx.Module):
 class DraftLayer(nnx.Module):
     """One decoder layer of the drafter."""
 
-    def __init__(self, config: DrafterConfig, dtype: jnp.dtype):
+    def __init__(self, config: DrafterConfig, dtype: DTypeLike):
         hidden, width = config.hidden_size, config.intermediate_size
         norm = functools.partial(RMSNorm, hidden, config.rms_norm_eps, dtype)
         self.attn_norm, self.mlp_norm = norm(), norm()
@@ -134,7 +135,7 @@ class DraftLayer(nnx.Module):
 class Markov(nnx.Module):
     """Adds to each proposal's logits what the token before it says: vanilla, gated or rnn."""
 
-    def __init__(self, config: DrafterConfig, dtype: jnp.dtype):
+    def __init__(self, config: DrafterConfig, dtype: DTypeLike):
         self.kind, rank, hidden = config.markov_head_type, config.markov_rank, config.hidden_size
         self.w1 = param((config.vocab_size, rank), ("vocab", None), dtype)
         self.w2 = param((config.draft_vocab, rank), ("vocab", None), dtype)
@@ -163,7 +164,7 @@ class Markov(nnx.Module):
 class Drafter(nnx.Module):
     """A DSpark drafter: parameters only; see `extend`, `draft` and `propose_next`."""
 
-    def __init__(self, config: DrafterConfig, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: DrafterConfig, dtype: DTypeLike = jnp.float32):
         hidden, taps = config.hidden_size, len(config.target_layer_ids)
         norm = functools.partial(RMSNorm, hidden, config.rms_norm_eps, dtype)
         table = functools.partial(param, axes=("vocab", "embed"), dtype=dtype)
@@ -193,13 +194,13 @@ def graphdef(config: DrafterConfig) -> nnx.GraphDef:
     return nnx.split(Drafter(config))[0]
 
 
-def abstract_drafter(config: DrafterConfig, dtype: jnp.dtype = jnp.float32) -> nnx.State:
+def abstract_drafter(config: DrafterConfig, dtype: DTypeLike = jnp.float32) -> nnx.State:
     """Returns the parameters' shapes, dtypes and logical axes, without values."""
     return nnx.split(Drafter(config, dtype))[1]
 
 
 def init_drafter(
-    config: DrafterConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32
+    config: DrafterConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32
 ) -> nnx.State:
     """Draws parameters at random: normal with variance 1 / fan-in, norms one, biases zero."""
     return fill_params(abstract_drafter(config, dtype), key)
@@ -300,6 +301,6 @@ def propose_next(
     return logits[:, :vocab], confidence, state
 
 
-def markov_start(config: DrafterConfig, batch: int, dtype: jnp.dtype) -> Float[Array, "B r"]:
+def markov_start(config: DrafterConfig, batch: int, dtype: DTypeLike) -> Float[Array, "B r"]:
     """Returns the rnn head's state at the start of a block."""
     return jnp.zeros((batch, config.markov_rank), dtype)

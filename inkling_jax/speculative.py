@@ -28,14 +28,7 @@ from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.errors import InputError
 from inkling_jax.generation import NO_TOKEN, GenerateState, Requests, Tokens
 from inkling_jax.model import forward, unembed
-from inkling_jax.sampling import (
-    Sampling,
-    accept,
-    filtered_logits,
-    finite,
-    logprobs,
-    sample,
-)
+from inkling_jax.sampling import Sampling, accept, draw, filtered_logits, finite, logprobs
 from inkling_jax.widths import choose_widths
 
 # A request's key is folded with token positions; these lie beyond any of them.
@@ -157,9 +150,10 @@ def propose(
             row, sure, memory = propose_next(
                 speculator.params, drafter, h[:, j], logits[:, j], prev, memory, vocab
             )
-            prev, _ = sample(row, sampling, keys, jnp.full_like(start, j))
+            filtered = filtered_logits(row, sampling)
+            prev = draw(filtered, keys, jnp.full_like(start, j))
             tokens.append(prev)
-            probs.append(jax.nn.softmax(filtered_logits(row, sampling), axis=-1))
+            probs.append(jax.nn.softmax(filtered, axis=-1))
             confidence.append(sure)
     return Proposal(*(jnp.stack(x, axis=1) for x in (tokens, probs, confidence)))
 
