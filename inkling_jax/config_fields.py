@@ -95,7 +95,7 @@ def typed(value: Any, kind: Any, where: str) -> Any:
         return float(value)
     if kind in (bool, str) and isinstance(value, kind):
         return value
-    item = {tuple[int, ...]: int, tuple[str, ...]: str}.get(kind)
+    item = {tuple[int, ...]: int, tuple[str, ...]: str, tuple[float, ...]: float}.get(kind)
     if item and isinstance(value, list | tuple) and all(type(v) is item for v in value):
         return tuple(value)
     raise InputError(

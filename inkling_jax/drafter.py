@@ -270,6 +270,7 @@ def propose_next(
     prev: Int[Array, " B"],
     state: Float[Array, "B r"],
     vocab: int,
+    j: int,
 ) -> tuple[Float[Array, "B V"], Float[Array, " B"], Float[Array, "B r"]]:
     """Lets the token before a proposal have its say.
 
@@ -278,6 +279,7 @@ def propose_next(
       prev: the token before it: the anchor, then each token as it was drawn.
       state: of the rnn head, from `markov_start`.
       vocab: V, tokens of the target; those that the drafter cannot propose get -inf.
+      j: the proposal's place in the block, from 0 on.
 
     Returns:
       Logits in the target's vocabulary, the confidence that the proposal will be accepted (1
@@ -289,7 +291,9 @@ def propose_next(
         features = h
         if config.confidence_head_with_markov:
             features = jnp.concatenate((h, drafter.markov.w1[...][prev]), axis=-1)
-        confidence = jax.nn.sigmoid(drafter.confidence(features).astype(jnp.float32)[:, 0])
+        score = drafter.confidence(features).astype(jnp.float32)[:, 0]
+        temperature = config.confidence_temperatures[j] if config.confidence_temperatures else 1.0
+        confidence = jax.nn.sigmoid(score / temperature)
     if config.markov_rank:
         bias, state = drafter.markov(prev, h, state)
         logits = logits + bias

@@ -24,6 +24,8 @@ class DrafterConfig:
       target_layer_ids: layers of the target whose outputs it reads, -1 for the embedding's.
       markov_rank: width of the Markov head, 0 for none.
       draft_vocab_size: rows of its head where these are fewer than the target's tokens.
+      confidence_temperatures: divide the confidence head's output, one per draft; empty for none.
+        Our addition to DeepSpec's fields, found by `scripts/train_drafter.py`.
       own_embedding, own_head: it has its own; otherwise it shares the target's.
     """
 
@@ -46,6 +48,7 @@ class DrafterConfig:
     draft_vocab_size: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    confidence_temperatures: tuple[float, ...] = ()
     own_embedding: bool = True
     own_head: bool = True
 
@@ -160,6 +163,12 @@ def _check(c: DrafterConfig) -> None:
     require(
         c.own_head or c.draft_vocab_size is None,
         "drafter.draft_vocab_size is set, so lm_head.weight cannot be the target's",
+    )
+    temperatures = c.confidence_temperatures
+    require(
+        len(temperatures) in (0, c.block_size) and all(t > 0 for t in temperatures),
+        f"drafter.confidence_temperatures is {list(temperatures)}, it must hold block_size "
+        "positive numbers",
     )
     cap = c.final_logit_softcapping
     require(

@@ -148,7 +148,7 @@ def propose(
     with jax.named_scope("markov"):
         for j in range(speculator.drafts):
             row, sure, memory = propose_next(
-                speculator.params, drafter, h[:, j], logits[:, j], prev, memory, vocab
+                speculator.params, drafter, h[:, j], logits[:, j], prev, memory, vocab, j
             )
             filtered = filtered_logits(row, sampling)
             prev = draw(filtered, keys, jnp.full_like(start, j))
