@@ -31,7 +31,8 @@ def choose_widths(
     survival = jnp.cumprod(confidence, axis=1)
     # What verifying drafts j…i brings, as seen when draft j is up: later ones as sure as this one.
     ahead = jnp.arange(n) - jnp.arange(n)[:, None]  # [j, i]
-    later = survival[..., None] * confidence[..., None] ** jnp.maximum(ahead, 0)
+    power = jnp.maximum(ahead, 0).astype(jnp.float32)
+    later = survival[..., None] * confidence[..., None] ** power
     gain = jnp.cumsum(jnp.where(ahead >= 0, later, 0.0), axis=-1)
     price = rate[:, None, None] * (cost[1:] - cost[:-1, None])
     pays = jnp.any((gain > price) & (ahead >= 0), axis=-1)
