@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,16 @@ def published(config: DrafterConfig, params: nnx.State) -> dict[str, np.ndarray]
         name, transform = DEEPSPEC["/".join("{i}" if isinstance(p, int) else p for p in path)]
         tensors[name.format(i=layer)] = value.reshape(transform(value.shape))
     return tensors
+
+
+def config_json(config: DrafterConfig) -> dict[str, Any]:
+    """Returns what a drafter's `config.json` holds."""
+    raw = {k: v for k, v in dataclasses.asdict(config).items() if v not in (None, ())}
+    for name in ("own_embedding", "own_head"):  # the tensors say it
+        del raw[name]
+    theta = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
+    named = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"}
+    return named | raw | {"rope_parameters": theta, "tie_word_embeddings": False}
 
 
 def _read_tokens(

@@ -306,7 +306,7 @@ def _commit(base: GenerateState, drafts, accepted, following, logits):
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     ids = jnp.where(place == accepted[:, None], following[:, None], padded)
     stops = jnp.any(ids[..., None] == requests.stop_ids[:, None], axis=-1)
-    after_stop = jnp.cumsum(stops, axis=1) - stops > 0
+    after_stop = jnp.pad(jnp.cumsum(stops, axis=1)[:, :-1], ((0, 0), (1, 0))) > 0
     left = (requests.budget - base.count)[:, None]
     reached = (place <= accepted[:, None]) & ~after_stop & (place < left) & ~base.done[:, None]
     sound = jax.vmap(finite)(logits)

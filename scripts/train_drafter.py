@@ -33,7 +33,7 @@ from inkling_jax.cache import init_cache
 from inkling_jax.config import Config
 from inkling_jax.drafter import abstract_drafter, init_drafter
 from inkling_jax.drafter_config import DrafterConfig
-from inkling_jax.load_drafter import published
+from inkling_jax.load_drafter import config_json, published
 from inkling_jax.loading import load_params
 from inkling_jax.model import encode_image, forward
 
@@ -161,17 +161,8 @@ def restore(file: Path, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
 
 def export(folder: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
     """Writes the drafter in DeepSpec's layout, bfloat16."""
-    raw = dataclasses.asdict(config)
-    theta = raw.pop("rope_theta")
-    raw = {k: v for k, v in raw.items() if v is not None and not k.startswith("own_")}
-    raw |= {
-        "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-    }
     tensors = published(config, unflatten(config, params, jnp.dtype(jnp.bfloat16)))
-    write_published(folder, tensors.items(), raw)
+    write_published(folder, tensors.items(), config_json(config))
 
 
 def main() -> None:

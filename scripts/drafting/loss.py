@@ -93,7 +93,8 @@ def blocks(
 
 def loss(found: Blocks) -> Float[Array, ""]:
     """0.1 · cross entropy + 0.9 · L1 distance + the confidences' binary cross entropy."""
-    weight = found.counts * jnp.exp(-jnp.arange(found.counts.shape[1]) / GAMMA)
+    place = jnp.arange(found.counts.shape[1], dtype=jnp.float32)
+    weight = found.counts.astype(jnp.float32) * jnp.exp(-place / GAMMA)
     accept = jax.lax.stop_gradient(found.accept)
     sure = jnp.clip(found.confidence, 1e-6, 1 - 1e-6)
     bce = -(accept * jnp.log(sure) + (1 - accept) * jnp.log(1 - sure))
