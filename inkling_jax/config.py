@@ -5,11 +5,11 @@ are passed to the functions that use them.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from inkling_jax.config_fields import build, check_positive, read_json, require, section
 from inkling_jax.errors import InputError
 
 SLIDING, FULL = "hybrid_sliding", "hybrid"
@@ -156,7 +156,7 @@ class Config:
         """
         if raw.get("model_type") != "inkling2":
             raise InputError(f"config: model_type is {raw.get('model_type')!r}, not 'inkling2'")
-        text, vision = (_section(raw, name) for name in ("text_config", "vision_config"))
+        text, vision = (section(raw, name) for name in ("text_config", "vision_config"))
         if isinstance(eos := text.get("eos_token_id"), int):
             text["eos_token_id"] = (eos,)
         rope = vision.pop("rope_parameters", None) or {}
@@ -169,23 +169,15 @@ class Config:
             vision["rope_theta"] = rope["rope_theta"]
         top = {"image_token_id": raw["image_token_id"]} if "image_token_id" in raw else {}
         return cls(
-            _build(TextConfig, text, "text_config", _TEXT_ALIASES),
-            _build(VisionConfig, vision, "vision_config", _VISION_ALIASES),
+            build(TextConfig, text, "text_config", _TEXT_ONLY, _TEXT_ALIASES),
+            build(VisionConfig, vision, "vision_config", _VISION_ONLY, _VISION_ALIASES),
             **top,
         )
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """Reads `config.json` at `path`; raises InputError where it cannot be read."""
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as e:
-            raise InputError(f"{path}: cannot be read ({e.strerror})") from e
-        except ValueError as e:
-            raise InputError(f"{path}: is not valid JSON ({e})") from e
-        if not isinstance(raw, dict):
-            raise InputError(f"{path}: holds {type(raw).__name__}, it must hold a JSON object")
-        return cls.from_hf(raw)
+        return cls.from_hf(read_json(path))
 
 
 _TEXT_ALIASES = {
@@ -200,120 +192,49 @@ _VISION_ALIASES = {
     "native_patch_size": "patch_size",
     "adapter_merge_size": "spatial_merge_size",
 }
-_ONLY_SUPPORTED = {
-    "text_config": {
-        "hidden_act": "silu",
-        "scoring_func": "sigmoid",
-        "attention_dropout": 0,
-        "tie_word_embeddings": False,
-    },
-    "vision_config": {"hidden_act": "gelu", "attention_dropout": 0, "num_channels": 3},
+_TEXT_ONLY = {
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "attention_dropout": 0,
+    "tie_word_embeddings": False,
 }
-# Written by the reference into every config, and without a meaning for inference.
-_BOOKKEEPING = {
-    "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "id2label",
-    "initializer_range", "is_encoder_decoder", "label2id", "layer_scale_init_value", "model_type",
-    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
-    "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
-
-
-def _section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = raw.get(name)
-    if section is None:
-        section = {}
-    if not isinstance(section, Mapping):
-        raise InputError(f"config: {name} must be a JSON object, not {type(section).__name__}")
-    return dict(section)
-
-
-def _build(cls: type, section: dict[str, Any], where: str, aliases: Mapping[str, str]) -> Any:
-    """Makes a config dataclass of one section: aliases resolved, every value checked by name."""
-    for key, only in _ONLY_SUPPORTED[where].items():
-        if (value := section.pop(key, None)) is not None and value != only:
-            raise InputError(f"config: {where}.{key} is {value!r}, only {only!r} is supported")
-    for alias, name in aliases.items():
-        if (value := section.pop(alias, None)) is None:
-            continue
-        if section.setdefault(name, value) != value:
-            raise InputError(
-                f"config: {where}.{alias} is {value!r} and {name} is {section[name]!r}, "
-                "two names of one value that must agree"
-            )
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    known = {}
-    for key, value in section.items():
-        if key in fields:
-            if value is not None:
-                known[key] = _typed(value, fields[key].type, f"config: {where}.{key}")
-        elif key not in _BOOKKEEPING and value:
-            raise InputError(f"config: {where}.{key} = {value!r} is not known to this version")
-    return cls(**known)
-
-
-def _typed(value: Any, kind: Any, where: str) -> Any:
-    """Returns `value` as the field's type; refuses text for numbers and fractions for counts."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int and number and value == int(value):
-        return int(value)
-    if kind is float and number:
-        return float(value)
-    if kind is bool and isinstance(value, bool):
-        return value
-    item = {tuple[int, ...]: int, tuple[str, ...]: str}.get(kind)
-    if item and isinstance(value, list | tuple) and all(type(v) is item for v in value):
-        return tuple(value)
-    raise InputError(
-        f"{where} is {value!r}, not of the expected type {getattr(kind, '__name__', kind)}"
-    )
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InputError(f"config: {message}")
-
-
-def _check_positive(config: Any, where: str) -> None:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.type in (int, float) and field.name != "log_scaling_alpha":
-            _require(value > 0, f"{where}.{field.name} is {value}, it must be positive")
+_VISION_ONLY = {"hidden_act": "gelu", "attention_dropout": 0, "num_channels": 3}
 
 
 def _check_text(c: TextConfig) -> None:
-    _check_positive(c, "text_config")
-    _require(
+    check_positive(c, "text_config", ("log_scaling_alpha",))
+    require(
         len(c.layer_types) == c.num_hidden_layers,
         f"layer_types lists {len(c.layer_types)} layers, not num_hidden_layers, "
         f"{c.num_hidden_layers}",
     )
     for kind in c.layer_types:
-        _require(
+        require(
             kind in (FULL, SLIDING),
             f"layer_types has {kind!r}, it may hold {FULL!r} and {SLIDING!r}",
         )
     for prefix in ("", "swa_"):
         heads = getattr(c, f"{prefix}num_attention_heads")
         kv_heads = getattr(c, f"{prefix}num_key_value_heads")
-        _require(
+        require(
             heads % kv_heads == 0,
             f"{prefix}num_attention_heads, {heads}, must be a multiple of "
             f"{prefix}num_key_value_heads, {kv_heads}",
         )
-    _require(
+    require(
         c.num_experts_per_tok <= c.n_routed_experts,
         f"num_experts_per_tok, {c.num_experts_per_tok}, exceeds n_routed_experts, "
         f"{c.n_routed_experts}",
     )
-    _require(
+    require(
         c.unpadded_vocab_size <= c.vocab_size,
         f"unpadded_vocab_size, {c.unpadded_vocab_size}, exceeds vocab_size, {c.vocab_size}",
     )
 
 
 def _check_vision(c: VisionConfig) -> None:
-    _check_positive(c, "vision_config")
-    _require(
+    check_positive(c, "vision_config")
+    require(
         c.hidden_size % c.num_attention_heads == 0 and c.head_dim % 4 == 0,
         f"vision_config.hidden_size, {c.hidden_size}, must split into num_attention_heads, "
         f"{c.num_attention_heads}, of a width divisible by 4 (axial rotary pairs)",

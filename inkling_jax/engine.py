@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from checkpoints.safetensors_reader import parse_json
-from inkling_jax import generation
+from inkling_jax import decoding, generation
 from inkling_jax.config import Config
+from inkling_jax.decoding import State
+from inkling_jax.drafting import open_speculator, with_costs
 from inkling_jax.errors import InputError
-from inkling_jax.generation import GenerateState, Requests, Tokens
+from inkling_jax.generation import Requests, Tokens
 from inkling_jax.hub import resolve
 from inkling_jax.loading import load_params
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
@@ -28,6 +30,7 @@ from inkling_jax.prompts import Prompt, PromptInput, make_prompt
 from inkling_jax.reading import Scoring, power_of_two, prefill_chunks, read_prompts
 from inkling_jax.sampling import Sampling, keys_from_seeds
 from inkling_jax.sampling_params import MAX_ALTERNATIVES, SamplingParams
+from inkling_jax.speculative import Rounds, Speculator
 from inkling_jax.text import Tokenizer
 
 SMALLEST_CAPACITY = 512  # without a fixed context, a cache holds a power of two of tokens
@@ -35,13 +38,6 @@ MAX_ROWS = 16  # rows of one batch; more prompts are served in turn
 BLOCK_STEPS, STREAM_STEPS = 128, 8  # steps between two looks at the tokens
 DEFAULT_MAX_TOKENS = 1024
 STOP_SLOTS = 16
-
-_begin = jax.jit(generation.begin, static_argnames="alternatives", donate_argnames="cache")
-_decode_block = jax.jit(
-    generation.decode_block,
-    static_argnames=("config", "steps", "alternatives"),
-    donate_argnames="state",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +51,7 @@ class Engine:
       defaults: sampling settings of `generation_config.json`.
       stop_ids: ids that end a reply.
       context: the most tokens of prompt and reply; None grows with the requests.
+      speculator: a drafter that proposes tokens; the replies follow the model alone.
     """
 
     params: nnx.State
@@ -63,6 +60,7 @@ class Engine:
     defaults: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     stop_ids: tuple[int, ...] = ()
     context: int | None = None
+    speculator: Speculator | None = None
 
     def generate(
         self,
@@ -160,31 +158,42 @@ class Engine:
         alternatives = MAX_ALTERNATIVES if any(row.sampling.logprobs for row in rows) else 0
         scoring = None
         if any(row.sampling.prompt_logprobs is not None for row in rows):
+            if self.speculator:
+                raise InputError("prompt_logprobs is not supported with a drafter, leave one out")
             scoring = Scoring(MAX_ALTERNATIVES)
         capacity = self._capacity(prompts, budgets)
-        logits, cache = read_prompts(self.params, self.config, prompts, capacity, 1, scoring)
+        ahead = self.speculator.drafts if self.speculator else 0  # read beyond the last token
+        logits, cache, context = read_prompts(
+            self.params, self.config, prompts, capacity + ahead, 1 + ahead, scoring, self.speculator
+        )
         if scoring is not None:
             for i, row in enumerate(rows):
                 row.take_prompt_logprobs(scoring.chunks, i)
         requests = self._requests(rows, budgets, power_of_two(len(rows)))
-        state, tokens = _begin(logits, cache, requests, alternatives)
+        state, tokens = decoding.begin(logits, cache, context, requests, alternatives)
         self._hand_out(rows, state, tokens)
         stats["prefill_seconds"] = time.perf_counter() - started
         stats["prefill_buckets"] = prefill_chunks(max(len(p.ids) for p in prompts))
         stats["context"] = capacity
         yield
         while not all(row.finish_reason for row in rows):
-            done = np.ones(state.done.shape, bool)
+            done = np.ones(requests.budget.shape, bool)
             done[: len(rows)] = [row.finish_reason is not None for row in rows]
-            state = dataclasses.replace(state, done=jnp.asarray(done))
-            state, tokens = _decode_block(self.params, self.config, state, steps, alternatives)
-            self._hand_out(rows, state, tokens)
+            state, tokens, rounds = decoding.advance(
+                self.params, self.config, self.speculator, state, done, steps, alternatives
+            )
+            self._hand_out(rows, state, tokens, rounds)
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
 
-    def _hand_out(self, rows: Sequence[Row], state: GenerateState, tokens: Tokens):
-        tokens, finite, done = jax.device_get((tokens, state.finite, state.done))
+    def _hand_out(
+        self, rows: Sequence[Row], state: State, tokens: Tokens, rounds: Rounds | None = None
+    ):
+        state = decoding.base(state)
+        tokens, rounds, finite, done = jax.device_get((tokens, rounds, state.finite, state.done))
         for i, row in enumerate(rows):
+            if rounds is not None:
+                row.take_rounds(jax.tree.map(lambda a, i=i: a[i], rounds))
             if not finite[i]:
                 raise FloatingPointError(
                     f"the model gave logits that are not finite after {len(row.token_ids)} tokens"
@@ -244,6 +253,8 @@ def load(
     dtype: DTypeLike | None = None,
     context: int | None = None,
     revision: str | None = None,
+    drafter: str | Path | None = None,
+    draft_tokens: int | Literal["auto"] | None = None,
 ) -> Engine:
     """Loads a model, ready to generate.
 
@@ -252,9 +263,13 @@ def load(
       dtype: of activations and unpacked weights; by default bfloat16 on a GPU, float32 on a CPU.
       context: the most tokens of prompt and reply, a fixed cache; None grows with the requests.
       revision: branch, tag or commit of a hub id.
+      drafter: directory of a DSpark drafter, "auto" for the one in the model's directory if it has
+        one, None (or "none") to decode without.
+      draft_tokens: how many drafts each round verifies; "auto" as many as pay, which is the default
+        where the drafter has a confidence head.
 
     Raises:
-      InputError: the model cannot be found, is damaged, or does not fit the device.
+      InputError: the model cannot be found, is damaged, or does not fit the device or the drafter.
     """
     directory = resolve(model, revision)
     config = Config.from_file(directory / "config.json")
@@ -272,6 +287,9 @@ def load(
         tokenizer = Tokenizer.load(directory, config.image_token_id)
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
     params = load_params(directory, config, jnp.dtype(dtype))
+    if speculator is not None:
+        speculator = with_costs(params, config, speculator)
     defaults = SamplingParams.from_generation_config(found)
-    return Engine(params, config, tokenizer, defaults, stop_ids, context)
+    return Engine(params, config, tokenizer, defaults, stop_ids, context, speculator)

@@ -1,12 +1,13 @@
 """Small shared math of both towers, each written as in the spec (inkling2.md)."""
 
+import zlib
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 Init = Literal["normal", "ones", "zeros"]
 
@@ -24,6 +25,23 @@ def param(
     if len(shape) != len(axes):
         raise ValueError(f"a tensor of shape {shape} cannot have the axes {axes}")
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, init=init)
+
+
+def fill_params(abstract: nnx.State, key: PRNGKeyArray) -> nnx.State:
+    """Draws declared tensors: normal with variance 1 / fan-in, or as their `init` says."""
+
+    def draw(path, variable: nnx.Param) -> nnx.Variable:
+        spec = variable.get_value()
+        if variable.init != "normal":
+            return variable.replace(getattr(jnp, variable.init)(spec.shape, spec.dtype))
+        name = "/".join(str(k) for k in path)
+        leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        fan_in = spec.shape[-1]
+        value = jax.random.normal(leaf_key, spec.shape, jnp.float32) / fan_in**0.5
+        return variable.replace(value.astype(spec.dtype))
+
+    flat = nnx.to_flat_state(abstract)
+    return nnx.from_flat_state([(path, draw(path, v)) for path, v in flat])
 
 
 def einsum(equation: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:

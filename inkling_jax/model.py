@@ -5,7 +5,6 @@
 """
 
 import functools
-import zlib
 from typing import NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from inkling_jax.attention import Attention
 from inkling_jax.cache import Cache, ConvState, LayerCache
 from inkling_jax.config import Config, TextConfig
-from inkling_jax.layers import RMSNorm, einsum, param, softcap
+from inkling_jax.layers import RMSNorm, einsum, fill_params, param, softcap
 from inkling_jax.moe import Experts, Moe, experts
 from inkling_jax.residual import mix
 from inkling_jax.short_conv import ShortConv
@@ -122,19 +121,7 @@ def abstract_params(config: Config, dtype: DTypeLike = jnp.float32) -> nnx.State
 
 def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> nnx.State:
     """Draws parameters at random: normal with variance 1 / fan-in, norms one, biases zero."""
-
-    def draw(path, variable: nnx.Param) -> nnx.Variable:
-        spec = variable.get_value()
-        if variable.init != "normal":
-            return variable.replace(getattr(jnp, variable.init)(spec.shape, spec.dtype))
-        name = "/".join(str(k) for k in path)
-        leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        fan_in = spec.shape[-1]
-        value = jax.random.normal(leaf_key, spec.shape, jnp.float32) / fan_in**0.5
-        return variable.replace(value.astype(spec.dtype))
-
-    flat = nnx.to_flat_state(abstract_params(config, dtype))
-    return nnx.from_flat_state([(path, draw(path, v)) for path, v in flat])
+    return fill_params(abstract_params(config, dtype), key)
 
 
 class Forward(NamedTuple):

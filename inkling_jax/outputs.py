@@ -1,6 +1,7 @@
 """What generation and scoring return, and the host's record of a row in progress."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from inkling_jax.generation import NO_TOKEN, Tokens
 from inkling_jax.prompts import Prompt
 from inkling_jax.reply import Reply, ReplySplitter
 from inkling_jax.sampling_params import SamplingParams
+from inkling_jax.speculative import Rounds
 from inkling_jax.streaming import StopStrings
 from inkling_jax.text import Tokenizer
 
@@ -36,7 +38,7 @@ class GenerationOutput:
       logprobs, prompt_logprobs: per token, where asked for (none for the prompt's first token).
       finish_reason: "stop" after a stop id or string, "length" when the budget was used up.
       reply: thinking, text and tool calls, None without a tokenizer.
-      stats: token counts, seconds, prefill buckets and the context's size.
+      stats: token counts, seconds, prefill buckets, the context's size, speculative rounds.
     """
 
     text: str | None
@@ -99,6 +101,7 @@ class Row:
         self._stops = StopStrings(sampling.stop)
         self._text = ""
         self._new_text, self._new_thinking, self._new_ids = "", "", []
+        self._rounds: list[dict[str, int]] | None = None
 
     def take(self, tokens: Tokens, done: bool):
         """Adds a block of the row's tokens, arrays [n]; `done` says that the row ends with it."""
@@ -122,6 +125,12 @@ class Row:
             stopped = bool(self.token_ids) and self.token_ids[-1] in self.stop_ids
             self.finish_reason = "stop" if stopped else "length"
 
+    def take_rounds(self, rounds: Rounds):
+        """Adds what became of the drafts of some rounds, arrays [r]."""
+        pairs = zip(rounds.proposed.tolist(), rounds.accepted.tolist(), strict=True)
+        new = [{"proposed": p, "accepted": a} for p, a in pairs if p >= 0]
+        self._rounds = [*(self._rounds or ()), *new]
+
     def take_prompt_logprobs(self, scored: Sequence[Tokens], row: int):
         """Keeps the scores of the prompt's tokens, arrays [B, n] chunk by chunk."""
         if (wanted := self.sampling.prompt_logprobs) is None:
@@ -139,11 +148,13 @@ class Row:
     def output(self, stats: dict[str, Any]) -> GenerationOutput:
         """Returns the finished reply."""
         assert self.finish_reason is not None
-        counts = {
+        counts: dict[str, Any] = {
             "prompt_tokens": len(self.prompt.ids),
             "image_tiles": sum(len(tiles) for tiles, _ in self.prompt.pictures),
             "generated_tokens": len(self.token_ids),
         }
+        if self._rounds is not None:
+            counts |= round_stats(self._rounds, len(self.token_ids))
         return GenerationOutput(
             text=None if self._splitter is None else self._text,
             token_ids=self.token_ids,
@@ -170,3 +181,32 @@ def _logprob(tokens: Tokens, i: int, alternatives: int) -> TokenLogprob:
     ids, values = tokens.top_ids[i, :alternatives], tokens.top_logprobs[i, :alternatives]
     pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return TokenLogprob(int(tokens.ids[i]), float(tokens.logprobs[i]), tuple(pairs))
+
+
+def round_stats(rounds: Sequence[dict[str, int]], tokens: int) -> dict[str, Any]:
+    """Sums up speculative rounds, those behind the last of `tokens` (a stop string) left out.
+
+    Returns `rounds` as given, `proposed` and `accepted` drafts, `acceptance_length` (tokens per
+    round), `acceptance_by_position` (of the rounds that proposed so many, the share that accepted
+    them) and `verified_widths` (rounds by drafts verified).
+    """
+    kept, left = [], tokens - 1  # the first token comes from the prompt
+    for entry in rounds:
+        if left <= 0:
+            break
+        kept.append(dict(entry))
+        left -= entry["accepted"] + 1
+    widest = max((entry["proposed"] for entry in kept), default=0)
+    by_position = []
+    for place in range(1, widest + 1):
+        reached = [entry["accepted"] >= place for entry in kept if entry["proposed"] >= place]
+        by_position.append(sum(reached) / len(reached))
+    widths = Counter(entry["proposed"] for entry in kept)
+    return {
+        "rounds": kept,
+        "proposed": sum(entry["proposed"] for entry in kept),
+        "accepted": sum(entry["accepted"] for entry in kept),
+        "acceptance_length": (tokens - 1) / len(kept) if kept else None,
+        "acceptance_by_position": by_position,
+        "verified_widths": [widths[width] for width in range(widest + 1)],
+    }

@@ -9,12 +9,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from inkling_jax import generation
+from inkling_jax import generation, speculative
 from inkling_jax.cache import Cache, init_cache
 from inkling_jax.config import Config
+from inkling_jax.drafter import Context, init_context
 from inkling_jax.generation import Tokens
 from inkling_jax.model import encode_image
 from inkling_jax.prompts import Prompt
+from inkling_jax.speculative import Speculator
 
 PREFILL_BUCKETS = (32, 128, 512, 2048)
 FEWEST_TILES, FEWEST_FEATURES = 4, 16  # of a picture and of a batch, before padding to powers of 2
@@ -22,14 +24,23 @@ FEWEST_TILES, FEWEST_FEATURES = 4, 16  # of a picture and of a batch, before pad
 _init_cache = jax.jit(
     init_cache, static_argnames=("config", "batch", "capacity", "max_block", "dtype")
 )
+_init_context = jax.jit(init_context, static_argnames=("config", "batch", "capacity", "dtype"))
 _encode = jax.jit(encode_image, static_argnames="config")
 
 
-@jax.jit(static_argnames="config", donate_argnames=("cache", "logits"))
-def _prefill(params, config, tokens, lengths, cache, logits, features, image_index):
+@jax.jit(static_argnames="config", donate_argnames=("cache", "context", "logits"))
+def _prefill(
+    params, config, speculator, tokens, lengths, cache, context, logits, features, image_index
+):
     """Reads a chunk; rows without tokens in it keep their logits."""
-    new, cache = generation.prefill(params, config, tokens, lengths, cache, features, image_index)
-    return jnp.where(lengths[:, None] > 0, new, logits), cache
+    if speculator is None:
+        prefill = generation.prefill
+        new, cache = prefill(params, config, tokens, lengths, cache, features, image_index)
+    else:
+        new, cache, context = speculative.prefill(
+            params, config, speculator, tokens, lengths, cache, context, features, image_index
+        )
+    return jnp.where(lengths[:, None] > 0, new, logits), cache, context
 
 
 @jax.jit(static_argnames=("config", "alternatives"), donate_argnames=("cache", "logits"))
@@ -83,11 +94,14 @@ def read_prompts(
     capacity: int,
     max_block: int,
     scoring: Scoring | None = None,
-) -> tuple[Float[Array, "B V"], Cache]:
+    speculator: Speculator | None = None,
+) -> tuple[Float[Array, "B V"], Cache, Context | None]:
     """Reads whole prompts into a new cache of `capacity` tokens a row.
 
-    Returns the logits after each prompt and the cache, both of B rows, the next power of two.
+    Returns the logits after each prompt, the cache and the drafter's context, of B rows, the next
+    power of two. Scoring and drafting exclude each other.
     """
+    assert scoring is None or speculator is None
     rows = power_of_two(len(prompts))
     lengths = np.array([len(p.ids) for p in prompts] + [0] * (rows - len(prompts)), np.int32)
     width = int(lengths.max())
@@ -99,6 +113,7 @@ def read_prompts(
         image_index[i, : len(prompt.ids)] = np.where(index >= 0, index + first_row[i], -1)
     dtype = params["embed"]["weight"].dtype
     cache = _init_cache(config.text, rows, capacity, max_block, dtype)
+    context = speculator and _init_context(speculator.config, rows, capacity, dtype)
     logits = jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32)
     at = 0
     for bucket in prefill_chunks(width):
@@ -106,7 +121,9 @@ def read_prompts(
         index = None if features is None else _window(image_index, at, bucket, fill=-1)
         count = np.clip(lengths - at, 0, bucket)
         if scoring is None:
-            logits, cache = _prefill(params, config, chunk, count, cache, logits, features, index)
+            logits, cache, context = _prefill(
+                params, config, speculator, chunk, count, cache, context, logits, features, index
+            )
         else:
             targets = _window(tokens, at + 1, bucket)
             every, logits, scored, cache = _score(
@@ -117,7 +134,7 @@ def read_prompts(
             if scoring.keep_logits:
                 scoring.logits.append(np.asarray(every)[0, : count[0]])
         at += bucket
-    return logits, cache
+    return logits, cache, context
 
 
 def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt]):

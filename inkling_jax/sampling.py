@@ -67,9 +67,16 @@ def sample(
     Returns:
         Token ids, and their log probabilities under the unfiltered distribution at temperature 1.
     """
-    noise = jax.vmap(_gumbel, (0, 0, None))(keys, positions, logits.shape[-1])
-    token = jnp.argmax(filtered_logits(logits, sampling) + noise, -1).astype(jnp.int32)
+    token = draw(filtered_logits(logits, sampling), keys, positions)
     return token, token_logprobs(logits, token)
+
+
+def draw(
+    filtered: Float[Array, "B V"], keys: Key[Array, " B"], positions: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Draws a token a row from the result of `filtered_logits`, as `sample` does."""
+    noise = jax.vmap(_gumbel, (0, 0, None))(keys, positions, filtered.shape[-1])
+    return jnp.argmax(filtered + noise, -1).astype(jnp.int32)
 
 
 def filtered_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_images(parser, "goes with the first message; repeatable")
     inputs.add_effort(parser)
     inputs.add_model(parser)
+    inputs.add_drafter(parser)
     inputs.add_sampling(parser)
 
 

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_images(parser)
     inputs.add_effort(parser)
     inputs.add_model(parser)
+    inputs.add_drafter(parser)
     inputs.add_sampling(parser)
     parser.add_argument(
         "--logprobs", type=int, metavar="N", help="report log probabilities and N alternatives"

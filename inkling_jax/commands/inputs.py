@@ -29,6 +29,23 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_drafter(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for speculative decoding."""
+    group = parser.add_argument_group("speculative decoding")
+    group.add_argument(
+        "--drafter",
+        metavar="DIR|auto|none",
+        default="none",
+        help="DSpark drafter; auto: the one in the model's directory, if there is one",
+    )
+    group.add_argument(
+        "--draft-tokens",
+        type=_draft_tokens,
+        metavar="N|auto",
+        help="drafts to verify per step; auto: as many as pay",
+    )
+
+
 def add_images(
     parser: argparse.ArgumentParser,
     what: str = "fills the next image part or run of placeholders; repeatable",
@@ -75,7 +92,10 @@ def sampling_params(args: argparse.Namespace, **more: Any) -> Any:
 def load_model(args: argparse.Namespace) -> Any:
     """Returns the model that the flags name, ready to run."""
     dtype = None if args.dtype == "auto" else args.dtype
-    return ij.load(args.model, dtype=dtype, context=args.context, revision=args.revision)
+    options = {
+        name: getattr(args, name) for name in ("drafter", "draft_tokens") if hasattr(args, name)
+    }
+    return ij.load(args.model, dtype=dtype, context=args.context, revision=args.revision, **options)
 
 
 def read_tokens(path: str) -> list[int]:
@@ -114,3 +134,11 @@ def _read_json(path: str) -> Any:
         raise ij.InputError(f"{path}: cannot be read ({e.strerror})") from e
     except (ValueError, RecursionError) as e:
         raise ij.InputError(f"{path}: is not valid JSON ({e})") from e
+
+
+def _draft_tokens(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto")
+    return int(text)

@@ -9,3 +9,10 @@ make_case() { "$1" "$here/make_case.py" "$out/$2" --presets "$here/presets.json"
 rm -rf "$out/small" "$out/packed"
 make_case "$1" small --seed 11 --lengths 1,2,5,17,37
 make_case "$1" packed --seed 12 --lengths 3,17,37 --quant-from 4
+
+# Drafters for `small`; they need the DeepSpec package of the DSpark authors on PYTHONPATH.
+for head in vanilla gated rnn; do
+  "$1" "$here/make_dspark_case.py" "$out/dspark/$head" --presets "$here/presets.json" \
+    --preset small --seed 11 --head "$head" --rank 16 --drafter-only
+  mv "$out/dspark/$head/drafter/"* "$out/dspark/$head" && rmdir "$out/dspark/$head/drafter"
+done

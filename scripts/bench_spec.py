@@ -1,0 +1,171 @@
+"""Measures speculative decoding: acceptance by kind of prompt and position, and speed by width.
+
+  PYTHONPATH=. python3 scripts/bench_spec.py --model MODEL --drafter auto --work WORK --out RESULT
+
+Prompts are held out: chat questions, small tasks over a passage, and starts of documents, drawn
+from nano's corpus in WORK. Writes RESULT.json and RESULT.png; the table goes to stdout.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from nano import batches, tasks
+
+import inkling_jax as ij
+from inkling_jax.engine import Engine
+from inkling_jax.speculative import Speculator
+
+KINDS = ("chat", "tasks", "text")
+TOKENS = 128
+
+
+def draw(kind: str, source: batches.Source, seed: int) -> str | list[int]:
+    """Draws a prompt: a question, a question about a passage, or the start of a document."""
+    rng = np.random.default_rng([11, KINDS.index(kind), seed])
+    if kind == "chat":
+        return tasks.chat_task(rng, source.words, source.facts)[0]
+    start = int(rng.integers(len(source.tokens) - 512))
+    if kind == "text":
+        return [int(t) for t in source.tokens[start : start + int(rng.integers(48, 128))]]
+    names = tasks.keys(rng, source.words, 3)
+    text = source.tokenizer.decode(source.tokens[start : start + int(rng.integers(64, 256))])
+    name = next(iter(names))
+    return f"{tasks.hide(rng, text, names)}\n\n{tasks.ask(name, names[name])[0]}"
+
+
+def acceptance(engine: Engine, prompts: list[Any], temperature: float) -> dict[str, Any]:
+    """Returns tokens per round with a 95 % interval over prompts, and acceptance by position."""
+    settings = [
+        ij.SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=i)
+        for i in range(len(prompts))
+    ]
+    outputs = engine.generate(prompts, settings)
+    rounds = np.array([len(o.stats["rounds"]) for o in outputs])
+    tokens = np.array([len(o.token_ids) - 1 for o in outputs])
+    draws = np.random.default_rng(0).integers(len(prompts), size=(2000, len(prompts)))
+    spread = tokens[draws].sum(axis=1) / np.maximum(rounds[draws].sum(axis=1), 1)
+    entries = [entry for o in outputs for entry in o.stats["rounds"]]
+    accepted = np.array([entry["accepted"] for entry in entries])
+    proposed = np.array([entry["proposed"] for entry in entries])
+    places = range(1, proposed.max() + 1)
+    return {
+        "prompts": len(prompts),
+        "tokens": int(tokens.sum()),
+        "acceptance_length": round(float(tokens.sum() / rounds.sum()), 3),
+        "interval": np.round(np.quantile(spread, [0.025, 0.975]), 3).tolist(),
+        "acceptance_by_position": [
+            round(float((accepted[proposed >= n] >= n).mean()), 4) for n in places
+        ],
+        "verified_widths": np.bincount(proposed, minlength=proposed.max() + 1).tolist(),
+    }
+
+
+def speed(engine: Engine, prompts: list[Any], temperature: float) -> dict[str, float]:
+    """Returns tokens per second of decoding one row at a time, the first prompt for warming up."""
+    tokens, seconds, rounds = 0, 0.0, 0
+    for i, prompt in enumerate([prompts[0], *prompts]):
+        setting = ij.SamplingParams(
+            temperature=temperature, max_tokens=TOKENS, seed=i, ignore_eos=True
+        )
+        [output] = engine.generate([prompt], setting)
+        if i:
+            tokens += len(output.token_ids) - 1
+            seconds += output.stats["decode_seconds"]
+            rounds += len(output.stats.get("rounds", output.token_ids[1:]))
+    return {
+        "tokens_per_second": round(tokens / seconds, 1),
+        "ms_per_round": round(1e3 * seconds / rounds, 4),
+        "tokens_per_round": round(tokens / rounds, 3),
+    }
+
+
+def main() -> None:
+    """Runs all measurements and writes them down."""
+    args = _arguments()
+    batches.prepare(args.work)
+    source = batches.open_source(args.work, held_out=True)
+    auto = ij.load(args.model, drafter=args.drafter, draft_tokens="auto")
+    drafter = auto.speculator
+    if drafter is None or drafter.cost is None:
+        raise SystemExit(f"{args.drafter}: no drafter was found")
+    result: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "block_size": drafter.drafts,
+        "cost_by_width": np.round(np.asarray(drafter.cost), 3).tolist(),
+        "acceptance": {},
+        "speed": {},
+    }
+
+    def with_width(width: int | str | None) -> Engine:
+        if width == "auto":
+            return auto
+        chosen = None if width is None else Speculator(drafter.params, drafter.config, width)
+        return dataclasses.replace(auto, speculator=chosen)
+
+    whole = with_width(drafter.drafts)
+    for kind in KINDS:
+        prompts = [draw(kind, source, i) for i in range(args.prompts)]
+        for temperature in (0.0, 1.0):
+            found = acceptance(whole, prompts, temperature)
+            result["acceptance"][f"{kind}, temperature {temperature:g}"] = found
+            low, high = found["interval"]
+            print(
+                f"{kind:6} temperature {temperature:g}: {found['acceptance_length']:.2f} tokens "
+                f"a round [{low:.2f}, {high:.2f}], by position {found['acceptance_by_position']}",
+                flush=True,
+            )
+    prompts = [draw(kind, source, 500 + i) for i in range(args.speed) for kind in KINDS[:2]]
+    for width in (None, *args.widths, "auto"):
+        found = speed(with_width(width), prompts, 1.0)
+        result["speed"]["none" if width is None else str(width)] = found
+        print(f"drafts {width}: {found}", flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, args.out.with_suffix(".png"))
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Draws acceptance by position and tokens per second by width."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for name, found in result["acceptance"].items():
+        values = found["acceptance_by_position"]
+        left.plot(range(1, len(values) + 1), values, marker="o", label=name)
+    left.set(xlabel="draft", ylabel="share accepted, with all before it", ylim=(0, 1))
+    left.legend(fontsize=7)
+    names = list(result["speed"])
+    right.bar(names, [result["speed"][name]["tokens_per_second"] for name in names])
+    right.set(xlabel="drafts verified", ylabel="tokens per second, one row")
+    figure.suptitle(f"{result['device']}, block of {result['block_size']}")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="published or converted directory")
+    parser.add_argument("--drafter", default="auto", help="its directory, or auto")
+    parser.add_argument("--work", type=Path, required=True, help="nano's corpus")
+    parser.add_argument("--out", type=Path, required=True, help="result, without a suffix")
+    parser.add_argument("--prompts", type=int, default=112, help="of each kind")
+    parser.add_argument("--speed", type=int, default=8, help="prompts of each kind to time")
+    parser.add_argument("--widths", type=int, nargs="*", default=[1, 3, 5, 7])
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
