@@ -64,11 +64,12 @@ def card(config: Mapping[str, Any], evaluation: Mapping, training: Mapping) -> s
 def _shape(config: Mapping[str, Any]) -> dict[str, str]:
     text, vision = config["text_config"], config["vision_config"]
     kinds = text["layer_types"]
+    full = sum("sliding" not in kind for kind in kinds)
     shards = sorted(NANO.glob("*.safetensors"))
     size = sum(shard.stat().st_size for shard in shards) / 1e6
     heads = f"{text['num_attention_heads']} query, {text['num_key_value_heads']} key/value"
     return {
-        "layers": f"{len(kinds)}, {sum('full' in k for k in kinds)} of them with full attention",
+        "layers": f"{len(kinds)}, {full} of them with full attention",
         "hidden size": f"{text['hidden_size']}",
         "heads": f"{heads}, of {text['head_dim']}",
         "window, extent of the relative bias": f"{text['sliding_window_size']}, "

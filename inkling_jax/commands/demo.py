@@ -8,7 +8,7 @@ from typing import Any
 
 import inkling_jax as ij
 
-QUESTION = "What is the module json?"
+QUESTION = "What is the module tarfile?"
 PICTURE_QUESTION = "What is in the picture?"
 
 
