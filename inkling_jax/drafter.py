@@ -8,6 +8,7 @@ one anchor and masks at once; `Markov` then makes each proposal depend on the on
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -257,7 +258,7 @@ def draft(
         for layer, k, v in zip(drafter.layers, context.k, context.v, strict=True):
             x = layer(x, k, v, start)
         h = drafter.norm(x, x.dtype)
-        head = drafter.head[...] if config.own_head else target["unembed"]["weight"][...]
+        head: Any = drafter.head[...] if config.own_head else target["unembed"]["weight"][...]
         base = einsum("btd,vd->btv", h, head)
         return h, base[..., : config.draft_vocab]  # a shared head may have padding rows
 

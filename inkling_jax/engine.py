@@ -286,7 +286,7 @@ def load(
     if (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(directory, config.image_token_id)
     if dtype is None:
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
     params = load_params(directory, config, jnp.dtype(dtype))
     if speculator is not None:

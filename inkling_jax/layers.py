@@ -111,7 +111,13 @@ class LayerNorm(nnx.Module):
 class Linear(nnx.Module):
     """y = weight · x (+ bias), weight as published: [out, in] (vision tower)."""
 
-    def __init__(self, shape: tuple[int, int], axes: tuple[str, str], dtype: DTypeLike, bias: bool):
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        axes: tuple[str | None, str | None],
+        dtype: DTypeLike,
+        bias: bool,
+    ):
         self.weight = param(shape, axes, dtype)
         self.bias = param(shape[:1], axes[:1], dtype, "zeros") if bias else None
 

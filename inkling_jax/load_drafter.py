@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def load_drafter(
     config = dataclasses.replace(
         config, own_embedding="embed_tokens.weight" in index, own_head="lm_head.weight" in index
     )
-    abstract = nnx.to_flat_state(abstract_drafter(config, dtype))
+    abstract: Any = nnx.to_flat_state(abstract_drafter(config, dtype))
     expected = {path: v.get_value() for path, v in abstract if path != _TOKENS}
     # An embedding table may be absent on purpose, so d2t alone is outside the plan.
     floats = {name: info for name, info in index.items() if name != _OFFSETS}
@@ -98,8 +98,8 @@ def find_drafter(directory: Path) -> Path | None:
 
 def published(config: DrafterConfig, params: nnx.State) -> dict[str, np.ndarray]:
     """Returns a drafter's tensors under their published names and in their published shapes."""
-    tensors = {}
-    for path, variable in nnx.to_flat_state(params):
+    tensors, flat = {}, cast(Any, nnx.to_flat_state(params))
+    for path, variable in flat:
         value = np.asarray(jax.device_get(variable[...]))
         if path == _TOKENS:
             tensors[_OFFSETS] = value.astype(np.int64) - np.arange(len(value))

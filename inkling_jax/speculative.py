@@ -11,6 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from inkling_jax import generation
@@ -262,7 +263,7 @@ def generate(
         stop_ids = jnp.tile(jnp.array(config.text.eos_token_id, jnp.int32), (rows, 1))
     if budget is None:
         budget = jnp.full(rows, max_new, jnp.int32)
-    dtype = params["embed"]["weight"].dtype
+    dtype: DTypeLike = params["embed"]["weight"].dtype  # pyright: ignore[reportAssignmentType]
     capacity = width + max_new + speculator.drafts
     cache = init_cache(config.text, rows, capacity, speculator.drafts + 1, dtype)
     context = init_context(speculator.config, rows, capacity, dtype)

@@ -14,6 +14,7 @@ from PIL import Image
 import inkling_jax as ij
 from checkpoints.safetensors_writer import write_published
 from inkling_jax import cli
+from inkling_jax.commands import demo
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 TEXT = dataclasses.replace(
@@ -157,6 +158,17 @@ def test_a_converted_model_answers_the_same(inkling, folder):
     prompt = ("--prompt", "Hi", *GREEDY)
     one, two = (inkling("generate", "--model", m, *prompt) for m in ("model", "converted"))
     assert one["token_ids"] == two["token_ids"] and one["text"] == two["text"]
+
+
+def test_demo_answers_and_tells_where_the_picture_is(inkling, folder, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "SHIPPED", folder / "model")
+    result = inkling("demo", "--out", "shown")
+    with Image.open(result["picture"]["path"]) as picture:
+        assert picture.size == (80, 80)
+    assert cli.main(["demo", "--out", "shown"]) == 0
+    out = capsys.readouterr().out
+    assert all(result[kind]["text"] in out for kind in ("text", "picture"))
+    assert result["picture"]["path"] in out
 
 
 def test_inspect_counts_what_the_files_hold(inkling, folder, capsys):

@@ -8,6 +8,7 @@ from typing import Any
 
 import inkling_jax as ij
 
+SHIPPED = Path(str(importlib.resources.files("checkpoints"))) / "inkling-jax-nano"
 QUESTION = "What is the module tarfile?"
 PICTURE_QUESTION = "What is in the picture?"
 
@@ -21,15 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Returns both questions with their answers, and where model and picture lie."""
-    source = importlib.resources.files("checkpoints") / "inkling-jax-nano"
     out = Path(args.out or tempfile.mkdtemp(prefix="inkling-jax-demo-"))
     target, picture = out / "model", out / "picture.png"
-    ij.convert(str(source), str(target), progress=not args.json)
+    ij.convert(SHIPPED, target, progress=not args.json)
     draw(picture)
     say = (lambda *_: None) if args.json else print
-    say(f"converted {source} to {target}\n")
+    say(f"converted {SHIPPED} to {target}\n")
 
-    model = ij.load(str(target))
+    model = ij.load(target)
     sampling = ij.SamplingParams(max_tokens=96, temperature=0.0)
     [text] = model.generate([QUESTION], sampling)
     say(f"question: {QUESTION}\nanswer:   {text.text}\n")
