@@ -12,7 +12,8 @@ from inkling_jax.cache import Cache
 from inkling_jax.config import Config
 from inkling_jax.drafter import Context
 from inkling_jax.generation import GenerateState, Requests, Tokens
-from inkling_jax.speculative import Rounds, SpecState, Speculator
+from inkling_jax.proposing import Speculator
+from inkling_jax.speculative import Rounds, SpecState
 
 State = GenerateState | SpecState
 

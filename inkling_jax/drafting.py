@@ -19,9 +19,9 @@ from inkling_jax.drafter import init_context
 from inkling_jax.errors import InputError
 from inkling_jax.generation import Requests
 from inkling_jax.load_drafter import find_drafter, load_drafter
+from inkling_jax.proposing import Speculator
 from inkling_jax.sampling import Sampling, keys_from_seeds
 from inkling_jax.sampling_params import SamplingParams
-from inkling_jax.speculative import Speculator
 
 AUTO = "auto"
 ROUNDS, REPEATS = 24, 3

@@ -27,10 +27,11 @@ from inkling_jax.hub import resolve
 from inkling_jax.loading import load_params
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
 from inkling_jax.prompts import Prompt, PromptInput, make_prompt
+from inkling_jax.proposing import Speculator
 from inkling_jax.reading import Scoring, power_of_two, prefill_chunks, read_prompts
 from inkling_jax.sampling import Sampling, keys_from_seeds
 from inkling_jax.sampling_params import MAX_ALTERNATIVES, SamplingParams
-from inkling_jax.speculative import Rounds, Speculator
+from inkling_jax.speculative import Rounds
 from inkling_jax.text import Tokenizer
 
 SMALLEST_CAPACITY = 512  # without a fixed context, a cache holds a power of two of tokens

@@ -16,7 +16,7 @@ from inkling_jax.drafter import Context, init_context
 from inkling_jax.generation import Tokens
 from inkling_jax.model import encode_image
 from inkling_jax.prompts import Prompt
-from inkling_jax.speculative import Speculator
+from inkling_jax.proposing import Speculator
 
 PREFILL_BUCKETS = (32, 128, 512, 2048)
 FEWEST_TILES, FEWEST_FEATURES = 4, 16  # of a picture and of a batch, before padding to powers of 2

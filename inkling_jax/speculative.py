@@ -17,51 +17,12 @@ from jaxtyping import Array, Float, Int, Key
 from inkling_jax import generation
 from inkling_jax.cache import Cache, init_cache, rollback
 from inkling_jax.config import Config
-from inkling_jax.drafter import (
-    Context,
-    draft,
-    extend,
-    init_context,
-    markov_start,
-    propose_next,
-)
-from inkling_jax.drafter_config import DrafterConfig
-from inkling_jax.errors import InputError
+from inkling_jax.drafter import Context, extend, init_context
 from inkling_jax.generation import NO_TOKEN, GenerateState, Requests, Tokens
 from inkling_jax.model import forward, unembed
-from inkling_jax.sampling import Sampling, accept, draw, filtered_logits, finite, logprobs
+from inkling_jax.proposing import VERIFY, Speculator, propose, round_keys
+from inkling_jax.sampling import Sampling, accept, filtered_logits, finite, logprobs
 from inkling_jax.widths import choose_widths
-
-# A request's key is folded with token positions; these lie beyond any of them.
-_DRAFT, _VERIFY = 2**31, 2**31 + 1
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Speculator:
-    """A drafter and how it is used.
-
-    params, config: of the drafter.
-    drafts: proposals per round, at most the drafter's block size.
-    cost: time of a round that verifies 0…drafts proposals, in any unit: rows then verify as many
-      as pay. None: all of them.
-    """
-
-    params: nnx.State
-    config: DrafterConfig = dataclasses.field(metadata={"static": True})
-    drafts: int = dataclasses.field(metadata={"static": True})
-    cost: Float[Array, " m"] | None = None
-
-    def __post_init__(self):
-        if not 1 <= self.drafts <= self.config.block_size:
-            raise InputError(
-                f"draft-tokens is {self.drafts}, it must lie in 1…{self.config.block_size}, the "
-                "drafter's block_size"
-            )
-        if self.cost is not None and not self.config.enable_confidence_head:
-            raise InputError(
-                "draft-tokens is auto, which needs a drafter with a confidence head; give a number"
-            )
 
 
 @jax.tree_util.register_dataclass
@@ -90,16 +51,6 @@ class Rounds:
 
     proposed: Int[Array, "B r"]
     accepted: Int[Array, "B r"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Proposal:
-    """A row's drafts, the distributions that they were drawn from, and how sure the drafter is."""
-
-    tokens: Int[Array, "B n"]
-    probs: Float[Array, "B n V"]
-    confidence: Float[Array, "B n"]
 
 
 def prefill(
@@ -135,30 +86,6 @@ def begin(
     return SpecState(base, context, jnp.zeros(logits.shape[0], jnp.float32)), tokens
 
 
-def propose(
-    params: nnx.State, config: Config, speculator: Speculator, state: SpecState
-) -> Proposal:
-    """Drafts a block for each row: the body at once, then token by token (the Markov head)."""
-    drafter, base = speculator.config, state.base
-    sampling, vocab = base.requests.sampling, config.text.unpadded_vocab_size
-    keys = _round_keys(base.requests.keys, base.count, _DRAFT)
-    start = base.cache.length
-    h, logits = draft(speculator.params, drafter, params, state.context, base.token, start)
-    prev, memory = base.token, markov_start(drafter, start.shape[0], h.dtype)
-    tokens, probs, confidence = [], [], []
-    with jax.named_scope("markov"):
-        for j in range(speculator.drafts):
-            row, sure, memory = propose_next(
-                speculator.params, drafter, h[:, j], logits[:, j], prev, memory, vocab, j
-            )
-            filtered = filtered_logits(row, sampling)
-            prev = draw(filtered, keys, jnp.full_like(start, j))
-            tokens.append(prev)
-            probs.append(jax.nn.softmax(filtered, axis=-1))
-            confidence.append(sure)
-    return Proposal(*(jnp.stack(x, axis=1) for x in (tokens, probs, confidence)))
-
-
 def step(
     params: nnx.State,
     config: Config,
@@ -169,7 +96,7 @@ def step(
     """Takes one round: every running row gets one to `drafts` + 1 tokens."""
     base, drafter = state.base, speculator.config
     running, start = ~base.done, base.cache.length
-    proposal = propose(params, config, speculator, state)
+    proposal = propose(params, config, speculator, base, state.context)
     width, spent = _widths(speculator, state, proposal.confidence)
 
     block = jnp.concatenate((base.token[:, None], proposal.tokens), axis=1)  # [B, n + 1]
@@ -179,7 +106,7 @@ def step(
     logits = unembed(params, config, out.hidden)
     with jax.named_scope("accept"):
         probs = _probabilities(logits, base.requests.sampling)
-        keys = _round_keys(base.requests.keys, base.count, _VERIFY)
+        keys = round_keys(base.requests.keys, base.count, VERIFY)
         accepted, following = accept(proposal.tokens, proposal.probs, probs, width, keys)
     with jax.named_scope("commit"):
         base, ids = _commit(base, proposal.tokens, accepted, following, logits)
@@ -331,10 +258,3 @@ def _append(buffer, new, ids, filled):
     """Writes each row's tokens behind the `filled[b]` that it has, dropping those not emitted."""
     at = jnp.where(ids != NO_TOKEN, filled[:, None] + jnp.arange(ids.shape[1]), buffer.shape[1])
     return buffer.at[jnp.arange(buffer.shape[0])[:, None], at].set(new, mode="drop")
-
-
-def _round_keys(keys, count, purpose: int) -> Key[Array, " B"]:
-    """Returns keys of this round alone: no later round has the same number of tokens before it."""
-    return jax.vmap(
-        lambda key, n: jax.random.fold_in(jax.random.fold_in(key, jnp.uint32(purpose)), n)
-    )(keys, count)

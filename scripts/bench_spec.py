@@ -20,7 +20,7 @@ from nano import batches, tasks
 
 import inkling_jax as ij
 from inkling_jax.engine import Engine
-from inkling_jax.speculative import Speculator
+from inkling_jax.proposing import Speculator
 
 KINDS = ("chat", "tasks", "text")
 TOKENS = 128

@@ -296,7 +296,27 @@ def calibrated(out: Path, drafter: DrafterConfig, state: TrainState, found) -> d
     config = dataclasses.replace(drafter, confidence_temperatures=tuple(fitted))
     export(out / "drafter", config, state.params)
     (out / "calibration.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, out / "calibration.png")
     return result
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Draws how often drafts survive against how sure the drafter was of it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(4.5, 4.5))
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=1)
+    for name in ("before", "after"):
+        said, truth, _ = zip(*result[name]["reliability"], strict=True)
+        label = f"{name} scaling: error {100 * result[name]['error']:.1f} %"
+        axes.plot(said, truth, marker="o", label=label)
+    axes.set(xlabel="survival that was said", ylabel="survival that was found")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
 
 
 def _arguments() -> argparse.Namespace:

@@ -13,9 +13,9 @@ from inkling_jax import generation, speculative
 from inkling_jax.config import FULL, SLIDING
 from inkling_jax.drafter import init_drafter
 from inkling_jax.drafter_config import DrafterConfig
+from inkling_jax.proposing import Speculator
 from inkling_jax.sampling import Sampling, keys_from_seeds
 from inkling_jax.sampling_params import SamplingParams
-from inkling_jax.speculative import Speculator
 
 TARGET = tiny(num_hidden_layers=2, layer_types=(SLIDING, FULL))
 VOCAB = TARGET.text.unpadded_vocab_size

@@ -17,8 +17,8 @@ from inkling_jax.drafter import draft, extend, init_context, markov_start, propo
 from inkling_jax.load_drafter import load_drafter
 from inkling_jax.loading import load_params
 from inkling_jax.model import forward
+from inkling_jax.proposing import Speculator
 from inkling_jax.sampling import Sampling, keys_from_seeds
-from inkling_jax.speculative import Speculator
 
 FIXTURES = Path(__file__).parent / "fixtures"
 HEADS = ("vanilla", "gated", "rnn")

@@ -37,6 +37,7 @@ ROWS = (
     {"attention", "moe", "vision"},
     {"model", "drafter"},
     {"generation"},
+    {"proposing"},
     {"speculative"},
     {"decoding"},
     {"outputs"},

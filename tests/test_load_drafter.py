@@ -14,7 +14,7 @@ from inkling_jax.drafter import init_drafter
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.errors import InputError
 from inkling_jax.load_drafter import config_json, find_drafter, load_drafter, published
-from inkling_jax.speculative import Speculator
+from inkling_jax.proposing import Speculator
 
 
 def written(directory, config=DRAFTER, drop=(), tensors=None, **fields):

@@ -23,6 +23,8 @@ from inkling_jax import speculative
 from inkling_jax.cache import init_cache
 from inkling_jax.drafter import init_context
 from inkling_jax.generation import Requests
+from inkling_jax.model import abstract_params, forward, unembed
+from inkling_jax.proposing import Speculator
 from inkling_jax.sampling import Sampling, keys_from_seeds
 from inkling_jax.sampling_params import SamplingParams
 
@@ -253,3 +255,45 @@ def test_a_seed_gives_the_same_text_alone():
             drafted, PROMPTS[row : row + 1], SETTINGS[row], NEW, [5 + row], [n], **auto()
         )
         np.testing.assert_array_equal(alone.ids[0], tokens.ids[row])
+
+
+@pytest.mark.long
+def test_in_bfloat16_each_token_is_within_one_step_of_the_most_probable():
+    """The verified block and single tokens round differently, so near ties may fall otherwise."""
+    kinds = abstract_params(TARGET, jnp.bfloat16)
+    half = jax.tree.map(lambda x, y: x.astype(y.dtype), tiny_params(TARGET), kinds)
+    spec = speculator(DRAFTS)
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), spec.params)
+    spec = Speculator(weights, spec.config, spec.drafts)
+    new = 200
+    tokens, _, rounds = drafted(
+        half, TARGET, spec, jnp.asarray(PROMPTS), jnp.asarray(LENGTHS, jnp.int32),
+        Sampling.stack([GREEDY] * ROWS), keys_from_seeds(range(ROWS)), new,
+        stop_ids=jnp.full((ROWS, 1), -1, jnp.int32),
+    )  # fmt: skip
+    assert (np.asarray(rounds.accepted) > 0).any()
+    for row, n in enumerate(LENGTHS):
+        ids = np.concatenate([PROMPTS[row, :n], np.asarray(tokens.ids[row])])[None]
+        cache = init_cache(TARGET.text, 1, ids.shape[1], 1, jnp.bfloat16)
+        count = jnp.array([ids.shape[1]], jnp.int32)
+        hidden = jax.jit(forward, static_argnums=1)(half, TARGET, jnp.asarray(ids), count, cache)
+        logits = np.asarray(unembed(half, TARGET, hidden.hidden))[0, n - 1 : -1]
+        top = logits.max(axis=1)
+        chosen = np.take_along_axis(logits, ids[0, n:, None], axis=1)[:, 0]
+        step = 2.0 ** (np.floor(np.log2(np.abs(top))) - 7)
+        assert (top - chosen <= step).all()
+
+
+@pytest.mark.long
+def test_a_picture_in_the_prompt_changes_nothing_about_it():
+    rng = np.random.default_rng(5)
+    features = jnp.asarray(rng.normal(size=(4, 32)), jnp.float32)
+    index = np.full(PROMPTS.shape, -1, np.int32)
+    index[0, 2:6] = range(4)
+    index[2, 1:3] = (3, 0)
+    options = {"features": features, "image_index": jnp.asarray(index), "lengths": LENGTHS}
+    want, _ = run(plain, PROMPTS, GREEDY, NEW, **options)
+    assert (np.asarray(want.ids)[[0, 2]] != greedy().ids[[0, 2]]).any()
+    got, _, rounds = run(drafted, PROMPTS, GREEDY, NEW, **options, **auto())
+    np.testing.assert_array_equal(got.ids, want.ids)
+    assert (np.asarray(rounds.accepted) > 0).any()

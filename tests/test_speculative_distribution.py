@@ -15,9 +15,9 @@ from inkling_jax.config import FULL, SLIDING
 from inkling_jax.drafter import init_drafter
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.model import forward, unembed
+from inkling_jax.proposing import Speculator
 from inkling_jax.sampling import Sampling, accept, filtered_logits, keys_from_seeds
 from inkling_jax.sampling_params import SamplingParams
-from inkling_jax.speculative import Speculator
 
 pytestmark = pytest.mark.long
 
