@@ -118,7 +118,7 @@ def read_prompts(
     at = 0
     for bucket in prefill_chunks(width):
         chunk = _window(tokens, at, bucket)
-        index = None if features is None else _window(image_index, at, bucket, fill=-1)
+        index = _window(image_index, at, bucket, fill=-1)
         count = np.clip(lengths - at, 0, bucket)
         if scoring is None:
             logits, cache, context = _prefill(
@@ -138,8 +138,12 @@ def read_prompts(
 
 
 def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt]):
-    """Returns (features of all pictures or None, the first row of each prompt's)."""
-    found, first_row, at = [], [], 0
+    """Returns (features of all pictures, the first row of each prompt's).
+
+    Without pictures there are rows of zeros, so that both kinds of prompts share a program.
+    """
+    dtype = params["embed"]["weight"].dtype
+    found, first_row, at = [np.zeros((0, config.text.hidden_size), dtype)], [], 0
     for prompt in prompts:
         first_row.append(at)
         for tiles, grid in prompt.pictures:
@@ -149,8 +153,6 @@ def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt]):
             feature = _encode(params, config, padded, np.array(grid, np.int32))
             found.append(np.asarray(feature)[: len(tiles)])
             at += len(tiles)
-    if not found:
-        return None, first_row
     joined = np.concatenate(found)
     return np.pad(joined, ((0, power_of_two(at, FEWEST_FEATURES) - at), (0, 0))), first_row
 
