@@ -54,7 +54,7 @@ SETTINGS = [
     SamplingParams(temperature=0.9, min_p=0.2),
 ]
 PROMPT = np.array([[2, 0, 1, 1, 3]], np.int32)
-COST = [1.0, 1.45, 1.6]  # one draft, two or none, by the confidences
+COST = [1.0, 1.45, 1.9]  # one draft, two or none, by the confidences
 ROWS, CALLS = 240, 60
 COPIES = ROWS // len(SETTINGS)
 
@@ -84,12 +84,15 @@ def exact() -> np.ndarray:
     return np.stack(found)
 
 
-def count(cost=COST) -> np.ndarray:
+def count(check: bool = True) -> np.ndarray:
     """Counts of the sequences that the compiled loop gives, [settings, 4, 4, 4, 4]."""
-    params = tiny_params(CONFIG)
-    spec = Speculator(
-        init_drafter(DRAFTER, jax.random.key(9)), DRAFTER, DRAFTS, jnp.asarray(cost, jnp.float32)
-    )
+    params, drafter = tiny_params(CONFIG), init_drafter(DRAFTER, jax.random.key(9))
+    # confidences that depend on the token before, so on what was drafted
+    table, weight = drafter["markov"]["w1"], drafter["confidence"]["weight"]
+    sure = jnp.array([-1.0, 1.0, -0.3, 0.5])
+    drafter["markov"]["w1"] = table.replace(table[...].at[:, 0].set(sure))
+    drafter["confidence"]["weight"] = weight.replace(jnp.zeros((1, 40)).at[0, 32].set(6.0))
+    spec = Speculator(drafter, DRAFTER, DRAFTS, jnp.asarray(COST, jnp.float32))
     settings = [s for s in SETTINGS for _ in range(COPIES)]
     generate = jax.jit(
         lambda params, spec, keys: speculative.generate(
@@ -107,7 +110,8 @@ def count(cost=COST) -> np.ndarray:
         np.add.at(found, (setting, *np.asarray(tokens.ids).T), 1)
         pairs = zip(np.ravel(rounds.proposed), np.ravel(rounds.accepted), strict=True)
         kinds |= {(int(p), int(a)) for p, a in pairs if p >= 0}
-    assert {(1, 0), (1, 1), (2, 0), (2, 1), (2, 2)} <= kinds  # refusal, acceptance, bonus
+    if check:  # refusal, acceptance and bonus at every width
+        assert {(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)} <= kinds
     return found
 
 
@@ -150,15 +154,14 @@ def unfiltered(draft_tokens, q, p, n_valid, keys):
 @pytest.mark.parametrize("wrong", [always, from_target, unfiltered])
 def test_planted_errors_are_noticed(monkeypatch, wrong):
     monkeypatch.setattr(speculative, "accept", wrong)
-    assert p_values(count()).min() < 1e-6
+    assert p_values(count(check=False)).min() < 1e-6
 
 
 def test_a_width_chosen_by_later_confidences_is_noticed(monkeypatch):
     """Verifying a draft only if the one after it looks likely to be accepted biases the output."""
 
     def peeking(confidence, cost, rate):
-        return jnp.where(confidence[:, 1] > jnp.median(confidence[:, 1]), 2, 0).astype(jnp.int32)
+        return jnp.where(confidence[:, 1] > 0.5, 2, 0).astype(jnp.int32)
 
     monkeypatch.setattr(speculative, "choose_widths", peeking)
-    with pytest.raises(AssertionError):
-        assert p_values(count()).min() > 1e-4
+    assert p_values(count(check=False)).min() < 1e-6
