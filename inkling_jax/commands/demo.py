@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     model = ij.load(target)
     sampling = ij.SamplingParams(max_tokens=96, temperature=0.0)
-    [text] = model.generate([QUESTION], sampling)
+    # One batch, so that one program is compiled for both.
+    text, seen = model.generate([QUESTION, PICTURE_QUESTION], sampling, images=[[], [str(picture)]])
     say(f"question: {QUESTION}\nanswer:   {text.text}\n")
-    [seen] = model.generate([PICTURE_QUESTION], sampling, images=[[str(picture)]])
     say(f"picture:  {picture}\nquestion: {PICTURE_QUESTION}\nanswer:   {seen.text}")
     return {
         "model": str(target),
