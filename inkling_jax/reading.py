@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from inkling_jax import generation, speculative
@@ -106,12 +107,12 @@ def read_prompts(
     lengths = np.array([len(p.ids) for p in prompts] + [0] * (rows - len(prompts)), np.int32)
     width = int(lengths.max())
     tokens, image_index = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
-    features, first_row = _features(params, config, prompts)
+    dtype: DTypeLike = params["embed"]["weight"].dtype  # pyright: ignore[reportAssignmentType]
+    features, first_row = _features(params, config, prompts, dtype)
     for i, prompt in enumerate(prompts):
         tokens[i, : len(prompt.ids)] = prompt.ids
         index = np.array(prompt.image_rows, np.int32)
         image_index[i, : len(prompt.ids)] = np.where(index >= 0, index + first_row[i], -1)
-    dtype = params["embed"]["weight"].dtype
     cache = _init_cache(config.text, rows, capacity, max_block, dtype)
     context = speculator and _init_context(speculator.config, rows, capacity, dtype)
     logits = jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32)
@@ -137,12 +138,11 @@ def read_prompts(
     return logits, cache, context
 
 
-def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt]):
+def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt], dtype: DTypeLike):
     """Returns (features of all pictures, the first row of each prompt's).
 
     Without pictures there are rows of zeros, so that both kinds of prompts share a program.
     """
-    dtype = params["embed"]["weight"].dtype
     found, first_row, at = [np.zeros((0, config.text.hidden_size), dtype)], [], 0
     for prompt in prompts:
         first_row.append(at)
