@@ -10,48 +10,38 @@ from typing import Any
 
 HERE = Path(__file__).parent
 NANO = HERE.parent / "checkpoints" / "inkling-jax-nano"
-TASKS = {
-    "picture": "pictures",
-    "retrieval": "keys",
-    "retrieval_near": "keys, near",
-    "retrieval_beyond": "keys, beyond",
-    "chat": "chat",
-}
+TASKS = {"picture": "pictures", "retrieval": "keys", "chat": "chat"}
+FORMS = ("packed", "bf16")
 
 
 def main() -> None:
     """Writes the card beside the weights."""
     config = json.loads((NANO / "config.json").read_text())
-    evaluation = json.loads((HERE / "results" / "nano_eval.json").read_text())
     training = json.loads((HERE / "results" / "nano_train.json").read_text())
-    (NANO / "README.md").write_text(card(config, evaluation, training))
+    (NANO / "README.md").write_text(card(config, training))
 
 
-def card(config: Mapping[str, Any], evaluation: Mapping, training: Mapping) -> str:
+def card(config: Mapping[str, Any], training: Mapping[str, Any]) -> str:
     """Returns the model card."""
-    forms = [name for name in ("packed", "bf16") if name in evaluation]
-    text, corpus = config["text_config"], training["corpus"]
+    text, corpus, pieces = config["text_config"], training["corpus"], training["pieces"]
     documents = [corpus["train"], corpus["held_out"]]
-    lines = [_line("text, bits per byte", [evaluation[f]["text"]["bits_per_byte"] for f in forms])]
+    found = [training[form] for form in FORMS]
+    lines = [_line("text, bits per byte", [f"{f['bits_per_byte']:.3f}" for f in found])]
     for task, title in TASKS.items():
-        lines.append(_line(title, [_share(evaluation[f][task]) for f in forms]))
+        lines.append(_line(title, [_share(f[task], f[f"{task}_items"]) for f in found]))
     return (
         (HERE / "nano" / "card.md")
         .read_text()
         .format(
             shape="\n".join(_line(name, [value]) for name, value in _shape(config).items()),
-            device=evaluation["device"],
-            commit=(evaluation["commit"] or "no commit")[:10],
-            forms=" | ".join(f"{name} experts" for name in forms),
-            rules="|".join("---" for _ in forms),
             results="\n".join(lines),
-            comparison=_comparison(evaluation, forms),
+            text_tokens=f"{found[0]['text_tokens']:,.0f}",
             length=2048,
             window=text["sliding_window_size"],
             extent=text["rel_extent"],
             positions=text["max_position_embeddings"],
-            steps=sum(piece["steps"] for piece in training["pieces"]),
-            minutes=round(sum(piece["seconds"] for piece in training["pieces"]) / 60, 1),
+            steps=sum(piece["steps"] for piece in pieces),
+            minutes=round(sum(piece["seconds"] for piece in pieces) / 60, 1),
             train_device=training["device"],
             train_python=training["python"],
             documents=sum(part["documents"] for part in documents),
@@ -82,19 +72,8 @@ def _shape(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _comparison(evaluation: Mapping[str, Any], forms: list[str]) -> str:
-    if len(forms) == 2:
-        packed, bf16 = (evaluation[f]["text"]["bits_per_byte"] for f in forms)
-        change = f"{100 * (packed / bf16 - 1):+.2f} % bits per byte"
-        return f"Packing the experts changes the text's loss by {change}."
-    run = evaluation["training_run"]
-    packed, bf16 = (run[form]["bits_per_byte"] for form in ("packed", "bf16"))
-    return f"At the end of training: {packed} bits per byte packed, {bf16} with bf16 experts."
-
-
-def _share(found: Mapping[str, Any]) -> str:
-    low, high = (100 * x for x in found["interval"])
-    return f"{100 * found['share']:.1f} % of {found['items']} ({low:.1f} to {high:.1f})"
+def _share(share: float, items: float) -> str:
+    return f"{100 * share:.1f} % of {items:,.0f}"
 
 
 def _line(name: str, values: list[Any]) -> str:
