@@ -9,13 +9,17 @@ until they are written again.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from inkling_jax.config import TextConfig
+from sharding.mesh import current_mesh
+from sharding.partition import partition
 
 _pytree = functools.partial(jax.tree_util.register_dataclass, meta_fields=[])
 
@@ -58,6 +62,8 @@ def init_cache(
     Args:
       max_block: the longest block of tokens that may be taken back, at least 1.
       dtype: of keys and values.
+
+    Under `jax.set_mesh` it lies on the mesh as `cache_specs` says.
     """
     conv_slots = config.conv_kernel_size - 1 + max_block
     layers = []
@@ -69,7 +75,31 @@ def init_cache(
         head_conv = functools.partial(jnp.zeros, (batch, conv_slots, *heads), jnp.float32)
         conv = functools.partial(jnp.zeros, (batch, conv_slots, config.hidden_size), jnp.float32)
         layers.append(LayerCache(kv(), kv(), ConvState(head_conv(), head_conv(), conv(), conv())))
-    return Cache(tuple(layers), jnp.zeros(batch, jnp.int32))
+    return on_mesh(Cache(tuple(layers), jnp.zeros(batch, jnp.int32)))
+
+
+def on_mesh(cache: Cache) -> Cache:
+    """Lays a cache out as `cache_specs` says; without a mesh nothing happens."""
+    mesh = current_mesh()
+    if mesh is None:
+        return cache
+    return jax.lax.with_sharding_constraint(cache, cache_specs(cache, mesh))
+
+
+def cache_specs(cache: Cache, mesh: Mesh | AbstractMesh) -> Any:
+    """Returns how a cache lies on a mesh, a `PartitionSpec` for each array.
+
+    What attention reads is split like the heads. The inputs of the two other convolutions are few
+    (c - 1 + max_block rows a layer) and known to every device after the sum of the heads or
+    experts, so each keeps all of them, and no one has to be asked for any.
+    """
+    leaves, tree = jax.tree.flatten_with_path(cache)
+    heads, hidden = ("batch", None, "kv_heads", None), ("batch", None, "embed")
+    axes = [*[heads] * 4, *[hidden] * 2] * len(cache.layers) + [("batch",)]
+    names = [f"cache{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    arrays = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+    specs = partition(arrays, dict(zip(names, axes, strict=True)), mesh)
+    return jax.tree.unflatten(tree, [specs[name] for name in names])
 
 
 def rollback(cache: Cache, length: Int[Array, " B"]) -> Cache:

@@ -1,41 +1,75 @@
 """The engine's way to decode in blocks, with a drafter or without one."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Bool
 
 from inkling_jax import generation, speculative
-from inkling_jax.cache import Cache
+from inkling_jax.cache import Cache, on_mesh
 from inkling_jax.config import Config
 from inkling_jax.drafter import Context
 from inkling_jax.generation import GenerateState, Requests, Tokens
 from inkling_jax.proposing import Speculator
 from inkling_jax.speculative import Rounds, SpecState
+from sharding.partition import by_row, everywhere
 
 State = GenerateState | SpecState
 
-_begin = jax.jit(generation.begin, static_argnames="alternatives", donate_argnames="cache")
-_begin_drafted = jax.jit(
-    speculative.begin, static_argnames="alternatives", donate_argnames=("cache", "context")
-)
-_decode_block = jax.jit(
-    generation.decode_block,
-    static_argnames=("config", "steps", "alternatives"),
-    donate_argnames="state",
-)
-_decode_rounds = jax.jit(
-    speculative.decode_block,
-    static_argnames=("config", "rounds", "columns", "alternatives"),
-    donate_argnames="state",
-)
+
+class Seen(NamedTuple):
+    """What the host looks at after a block: new tokens, which rows are sound, which have ended."""
+
+    tokens: Tokens
+    finite: Bool[Array, " B"]
+    done: Bool[Array, " B"]
+    rounds: Rounds | None
+
+
+@jax.jit(static_argnames="alternatives", donate_argnames="cache")
+def _begin(logits, cache, requests, alternatives):
+    return _laid_out(*generation.begin(logits, cache, requests, alternatives))
+
+
+@jax.jit(static_argnames="alternatives", donate_argnames=("cache", "context"))
+def _begin_drafted(logits, cache, context, requests, alternatives):
+    return _laid_out(*speculative.begin(logits, cache, context, requests, alternatives))
+
+
+@jax.jit(static_argnames=("config", "steps", "alternatives"), donate_argnames="state")
+def _decode_block(params, config, state, steps, alternatives):
+    return _laid_out(*generation.decode_block(params, config, state, steps, alternatives))
+
+
+@jax.jit(static_argnames=("config", "rounds", "alternatives"), donate_argnames="state")
+def _decode_rounds(params, config, speculator, state, rounds, alternatives):
+    return _laid_out(
+        *speculative.decode_block(
+            params, config, speculator, state, rounds, alternatives=alternatives
+        )
+    )
+
+
+def _laid_out(state: State, tokens: Tokens, rounds: Rounds | None = None) -> tuple[State, Seen]:
+    """Fixes where results lie on a mesh: the state as the next block takes it."""
+    seen = Seen(tokens, base(state).finite, base(state).done, rounds)
+
+    def is_cache(part):
+        return isinstance(part, Cache)
+
+    def lay(part):
+        return on_mesh(part) if is_cache(part) else by_row(part)
+
+    return jax.tree.map(lay, state, is_leaf=is_cache), everywhere(seen)
 
 
 def begin(
     logits: jax.Array, cache: Cache, context: Context | None, requests: Requests, alternatives: int
-) -> tuple[State, Tokens]:
+) -> tuple[State, Seen]:
     """Draws each row's first token; `context` is the drafter's, None without one."""
     if context is None:
         return _begin(logits, cache, requests, alternatives)
@@ -50,14 +84,14 @@ def advance(
     ended: np.ndarray,
     steps: int,
     alternatives: int,
-) -> tuple[State, Tokens, Rounds | None]:
+) -> tuple[State, Seen]:
     """Takes a block of steps, or of rounds; the state is used up. `ended` rows take no part."""
-    done = jnp.asarray(ended)
+    done = by_row(jnp.asarray(ended))
     if isinstance(state, GenerateState):
         state = dataclasses.replace(state, done=done)
-        return (*_decode_block(params, config, state, steps, alternatives), None)
+        return _decode_block(params, config, state, steps, alternatives)
     state = dataclasses.replace(state, base=dataclasses.replace(state.base, done=done))
-    return _decode_rounds(params, config, speculator, state, steps, alternatives=alternatives)
+    return _decode_rounds(params, config, speculator, state, steps, alternatives)
 
 
 def base(state: State) -> GenerateState:

@@ -22,6 +22,8 @@ from inkling_jax.load_drafter import find_drafter, load_drafter
 from inkling_jax.proposing import Speculator
 from inkling_jax.sampling import Sampling, keys_from_seeds
 from inkling_jax.sampling_params import SamplingParams
+from sharding.hosts import same_everywhere
+from sharding.mesh import batch_parts
 
 AUTO = "auto"
 ROUNDS, REPEATS = 24, 3
@@ -65,7 +67,7 @@ def with_costs(params: nnx.State, config: Config, speculator: Speculator) -> Spe
     """Measures the costs of a speculator that chooses how many drafts to verify."""
     if speculator.cost is None:
         return speculator
-    cost = measure_costs(params, config, speculator)
+    cost = same_everywhere(measure_costs(params, config, speculator))
     return dataclasses.replace(speculator, cost=jnp.asarray(cost, jnp.float32))
 
 
@@ -88,21 +90,21 @@ def measure_costs(params: nnx.State, config: Config, speculator: Speculator) -> 
         for _ in range(REPEATS + 1):  # the first compiles
             start = time.perf_counter()
             _, _, rounds = jax.block_until_ready(block(params, config, chosen, state))
-            runs.append((time.perf_counter() - start) / int((rounds.proposed >= 0).sum()))
+            runs.append((time.perf_counter() - start) / int((rounds.proposed[:1] >= 0).sum()))
         seconds.append(min(runs))
     return np.maximum.accumulate(np.round(np.array(seconds) / seconds[0], 2))
 
 
 def _state(config: Config, speculator: Speculator, dtype):
-    """A row after a prompt of one token, that has room for all rounds and ends at none."""
-    ahead = speculator.drafts + 1
-    cache = init_cache(config.text, 1, CAPACITY, ahead, dtype)
-    context = init_context(speculator.config, 1, CAPACITY, dtype)
+    """A row (of each part of a batch) after one token, with room for all rounds, ends at none."""
+    ahead, rows = speculator.drafts + 1, batch_parts()
+    cache = init_cache(config.text, rows, CAPACITY, ahead, dtype)
+    context = init_context(speculator.config, rows, CAPACITY, dtype)
     requests = Requests(
-        Sampling.stack([SamplingParams(temperature=1.0)]),
-        keys_from_seeds([0]),
-        jnp.full((1, 1), -1, jnp.int32),
-        jnp.full(1, ROUNDS * ahead, jnp.int32),
+        Sampling.stack([SamplingParams(temperature=1.0)] * rows),
+        keys_from_seeds([0] * rows),
+        jnp.full((rows, 1), -1, jnp.int32),
+        jnp.full(rows, ROUNDS * ahead, jnp.int32),
     )
-    logits = jnp.zeros((1, config.text.unpadded_vocab_size), jnp.float32)
+    logits = jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32)
     return speculative.begin(logits, cache, context, requests)[0]

@@ -3,7 +3,9 @@
 A batch is padded to a power of two of rows, so that few programs are compiled.
 """
 
+import contextlib
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -14,25 +16,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from checkpoints.safetensors_reader import parse_json
 from inkling_jax import decoding, generation
 from inkling_jax.config import Config
-from inkling_jax.decoding import State
+from inkling_jax.decoding import Seen
 from inkling_jax.drafting import open_speculator, with_costs
 from inkling_jax.errors import InputError
-from inkling_jax.generation import Requests, Tokens
+from inkling_jax.generation import Requests
 from inkling_jax.hub import resolve
-from inkling_jax.loading import load_params
+from inkling_jax.loading import load_params, mesh_mistakes
+from inkling_jax.model import param_shardings
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
 from inkling_jax.prompts import Prompt, PromptInput, make_prompt
 from inkling_jax.proposing import Speculator
 from inkling_jax.reading import Scoring, power_of_two, prefill_chunks, read_prompts
 from inkling_jax.sampling import Sampling, keys_from_seeds
 from inkling_jax.sampling_params import MAX_ALTERNATIVES, SamplingParams
-from inkling_jax.speculative import Rounds
 from inkling_jax.text import Tokenizer
+from sharding.hosts import agree_on, join_hosts, together
+from sharding.mesh import MeshConfig, make_mesh
 
 SMALLEST_CAPACITY = 512  # without a fixed context, a cache holds a power of two of tokens
 MAX_ROWS = 16  # rows of one batch; more prompts are served in turn
@@ -53,6 +58,7 @@ class Engine:
       stop_ids: ids that end a reply.
       context: the most tokens of prompt and reply; None grows with the requests.
       speculator: a drafter that proposes tokens; the replies follow the model alone.
+      mesh: the devices that the parameters are spread over; None is one device.
     """
 
     params: nnx.State
@@ -62,6 +68,7 @@ class Engine:
     stop_ids: tuple[int, ...] = ()
     context: int | None = None
     speculator: Speculator | None = None
+    mesh: Mesh | None = None
 
     def generate(
         self,
@@ -132,7 +139,8 @@ class Engine:
         """
         made = self._prompts([prompt], [images], raw, None)
         scoring = Scoring(keep_logits=logits)
-        read_prompts(self.params, self.config, made, self._capacity(made, [0]), 1, scoring)
+        with _on(self.mesh):
+            read_prompts(self.params, self.config, made, self._capacity(made, [0]), 1, scoring)
         values = np.concatenate([chunk.logprobs[0] for chunk in scoring.chunks])
         every = np.concatenate(scoring.logits) if logits else None
         return Score(values[: len(made[0].ids) - 1], every)
@@ -164,15 +172,17 @@ class Engine:
             scoring = Scoring(MAX_ALTERNATIVES)
         capacity = self._capacity(prompts, budgets)
         ahead = self.speculator.drafts if self.speculator else 0  # read beyond the last token
-        logits, cache, context = read_prompts(
-            self.params, self.config, prompts, capacity + ahead, 1 + ahead, scoring, self.speculator
-        )
+        room = (capacity + ahead, 1 + ahead)
+        with _on(self.mesh):
+            logits, cache, context = read_prompts(
+                self.params, self.config, prompts, *room, scoring, self.speculator
+            )
+            requests = self._requests(rows, budgets, logits.shape[0])
+            state, seen = decoding.begin(logits, cache, context, requests, alternatives)
         if scoring is not None:
             for i, row in enumerate(rows):
                 row.take_prompt_logprobs(scoring.chunks, i)
-        requests = self._requests(rows, budgets, power_of_two(len(rows)))
-        state, tokens = decoding.begin(logits, cache, context, requests, alternatives)
-        self._hand_out(rows, state, tokens)
+        self._hand_out(rows, seen)
         stats["prefill_seconds"] = time.perf_counter() - started
         stats["prefill_buckets"] = prefill_chunks(max(len(p.ids) for p in prompts))
         stats["context"] = capacity
@@ -180,18 +190,16 @@ class Engine:
         while not all(row.finish_reason for row in rows):
             done = np.ones(requests.budget.shape, bool)
             done[: len(rows)] = [row.finish_reason is not None for row in rows]
-            state, tokens, rounds = decoding.advance(
-                self.params, self.config, self.speculator, state, done, steps, alternatives
-            )
-            self._hand_out(rows, state, tokens, rounds)
+            with _on(self.mesh):
+                state, seen = decoding.advance(
+                    self.params, self.config, self.speculator, state, done, steps, alternatives
+                )
+            self._hand_out(rows, seen)
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
 
-    def _hand_out(
-        self, rows: Sequence[Row], state: State, tokens: Tokens, rounds: Rounds | None = None
-    ):
-        state = decoding.base(state)
-        tokens, rounds, finite, done = jax.device_get((tokens, rounds, state.finite, state.done))
+    def _hand_out(self, rows: Sequence[Row], seen: Seen):
+        tokens, finite, done, rounds = jax.device_get(seen)
         for i, row in enumerate(rows):
             if rounds is not None:
                 row.take_rounds(jax.tree.map(lambda a, i=i: a[i], rounds))
@@ -256,6 +264,7 @@ def load(
     revision: str | None = None,
     drafter: str | Path | None = None,
     draft_tokens: int | Literal["auto"] | None = None,
+    mesh: str | None = None,
 ) -> Engine:
     """Loads a model, ready to generate.
 
@@ -268,10 +277,32 @@ def load(
         one, None (or "none") to decode without.
       draft_tokens: how many drafts each round verifies; "auto" as many as pay, which is the default
         where the drafter has a confidence head.
+      mesh: devices to spread the model over, such as `tp=4,dp=2`, a preset or a YAML file, see
+        `sharding.mesh`; by default it runs on one device. Several processes meet first, see
+        `sharding.hosts`.
 
     Raises:
-      InputError: the model cannot be found, is damaged, or does not fit the device or the drafter.
+      InputError: the model cannot be found, is damaged, or does not fit the device, the mesh or the
+        drafter.
     """
+    read = functools.partial(_load, model, dtype, context, revision, drafter, draft_tokens)
+    if mesh is None:
+        return read(None)
+    with mesh_mistakes():
+        config = MeshConfig.parse(mesh)
+        join_hosts()
+        agree_on(config)
+        devices = make_mesh(config)
+        with together("loading"):
+            return read(devices)
+
+
+def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Lets the functions called inside run over a mesh; a generator must not yield inside."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | None) -> Engine:
     directory = resolve(model, revision)
     config = Config.from_file(directory / "config.json")
     limit = config.text.max_position_embeddings
@@ -289,8 +320,12 @@ def load(
     if dtype is None:
         dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
-    params = load_params(directory, config, jnp.dtype(dtype))
+    shardings = mesh and functools.partial(param_shardings, mesh=mesh)
+    params = load_params(directory, config, jnp.dtype(dtype), shardings)
     if speculator is not None:
-        speculator = with_costs(params, config, speculator)
+        if mesh is not None:  # a drafter is small: every device has all of it
+            speculator = jax.device_put(speculator, NamedSharding(mesh, PartitionSpec()))
+        with _on(mesh):
+            speculator = with_costs(params, config, speculator)
     defaults = SamplingParams.from_generation_config(found)
-    return Engine(params, config, tokenizer, defaults, stop_ids, context, speculator)
+    return Engine(params, config, tokenizer, defaults, stop_ids, context, speculator, mesh)

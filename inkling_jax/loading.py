@@ -4,10 +4,11 @@ A model's declarations (`abstract_params`) say what is expected; the checkpoint 
 format each layer's experts are. Each device gets its part, read from the file by itself.
 """
 
+import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from inkling_jax import quant
 from inkling_jax.config import Config
 from inkling_jax.errors import InputError
 from inkling_jax.hub import resolve
-from inkling_jax.model import abstract_params
+from inkling_jax.model import abstract_params, param_specs
 from inkling_jax.quant import QuantTensor
+from sharding.mesh import MeshConfig, MeshError, abstract_mesh
 
 PARTS = ("values", "scales", "outer")  # of a packed expert, as `QuantTensor` and files name them
 
@@ -40,6 +42,7 @@ def convert(
     revision: str | None = None,
     dry_run: bool = False,
     progress: bool = True,
+    mesh: str | None = None,
 ) -> Conversion:
     """Converts a published checkpoint to Orbax; see `checkpoints.convert.convert`.
 
@@ -49,10 +52,24 @@ def convert(
       revision: of a hub id.
       dry_run: check everything, write nothing.
       progress: show a bar on stderr.
+      mesh: refuse a model that this mesh could not run; what is written is the same for all.
     """
     directory = resolve(source, revision)
     config = Config.from_file(directory / "config.json")
+    if mesh is not None:
+        with mesh_mistakes():
+            wanted = abstract_mesh(MeshConfig.parse(mesh))
+            param_specs(checkpoint_params(directory, config), wanted)
     return convert_directory(directory, Path(target), expected(config), dry_run, progress)
+
+
+@contextlib.contextmanager
+def mesh_mistakes() -> Iterator[None]:
+    """Turns the refusal of a mesh into an `InputError`."""
+    try:
+        yield
+    except MeshError as e:
+        raise InputError(str(e)) from e
 
 
 def expected(config: Config) -> dict[LeafPath, jax.ShapeDtypeStruct]:

@@ -2,6 +2,8 @@
 
 `Model` holds parameters only. The functions below take them as a pytree (the `nnx.State` of
 `nnx.split(Model(config))`), so that they can be jitted, donated and sharded like any other array.
+Under `jax.set_mesh`, `forward` and `unembed` run their body on every device's shards: widths come
+from the parameters' shapes, and `Collectives` says where devices add up what each has.
 """
 
 import functools
@@ -10,17 +12,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from inkling_jax.attention import Attention
-from inkling_jax.cache import Cache, ConvState, LayerCache
+from inkling_jax.cache import Cache, ConvState, LayerCache, cache_specs
 from inkling_jax.config import Config, TextConfig
 from inkling_jax.layers import RMSNorm, einsum, fill_params, param, softcap
 from inkling_jax.moe import Experts, Moe, experts
 from inkling_jax.residual import mix
 from inkling_jax.short_conv import ShortConv
 from inkling_jax.vision import VisionTower
+from sharding.collectives import Collectives
+from sharding.mesh import current_mesh, mesh_axes
+from sharding.partition import partition
 
 
 class DecoderLayer(nnx.Module):
@@ -53,6 +60,7 @@ class DecoderLayer(nnx.Module):
         start: Int[Array, " B"],
         count: Int[Array, " B"],
         experts: Experts,
+        collectives: Collectives,
     ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]], LayerCache]:
         """Returns (the new running sum, the finished blocks, the new cache)."""
         dtype = x.dtype
@@ -60,6 +68,7 @@ class DecoderLayer(nnx.Module):
             h = x if self.attn_query is None else mix(self.attn_query[...], blocks, x)
             z_q, z_k, z_v = self._attention_inputs(h, dtype)
             a, cache = self.attn(z_q, z_k, z_v, cache, start, count)
+            a = collectives.sum_heads(a)
             a, attn_state = self.attn_conv(a, cache.conv.attn, start, count)
         if self.starts_block:
             blocks, r = [*blocks, x], a
@@ -67,7 +76,9 @@ class DecoderLayer(nnx.Module):
             r = x.astype(jnp.float32) + a
         with jax.named_scope("moe"):
             z = self.mlp_norm(mix(self.mlp_query[...], blocks, r), dtype)
-            m = self.moe(z, jnp.arange(x.shape[1]) < count[:, None], experts)
+            own = collectives.own_experts(experts)
+            m = self.moe(z, jnp.arange(x.shape[1]) < count[:, None], own)
+            m = collectives.sum_experts(m)
             m, mlp_state = self.mlp_conv(m, cache.conv.mlp, start, count)
         conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
         return (r + m).astype(dtype), blocks, LayerCache(cache.k, cache.v, conv)
@@ -124,6 +135,23 @@ def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float3
     return fill_params(abstract_params(config, dtype), key)
 
 
+def param_specs(params: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
+    """Returns how parameters lie on a mesh: their tree with a `PartitionSpec` for each array.
+
+    Raises:
+      MeshError: the mesh does not divide them.
+    """
+    flat = [("/".join(map(str, path)), path, v) for path, v in nnx.to_flat_state(params)]
+    values = {name: v.get_value() for name, _, v in flat}
+    specs = partition(values, {name: v.axes for name, _, v in flat}, mesh)
+    return nnx.from_flat_state([(path, v.replace(specs[name])) for name, path, v in flat])
+
+
+def param_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
+    """Returns `param_specs` with the devices, as `jax.device_put` and `load_params` take them."""
+    return jax.tree.map(functools.partial(NamedSharding, mesh), param_specs(params, mesh))
+
+
 class Forward(NamedTuple):
     """What one pass over new tokens gives.
 
@@ -158,18 +186,41 @@ def forward(
       taps: layers whose outputs are wanted.
       experts: how routed experts are computed.
     """
+    run = functools.partial(_forward, config, taps, experts)
+    args = (params, tokens, lengths, cache, features, image_index)
+    mesh = current_mesh()
+    if mesh is None:
+        return run(Collectives(), *args)
+    rows, cached = _rows(mesh), cache_specs(cache, mesh)
+    return jax.shard_map(
+        functools.partial(run, Collectives.of(mesh)),
+        in_specs=(param_specs(params, mesh), rows, rows, cached, P(), rows),
+        out_specs=Forward(rows, cached, rows),  # pyright: ignore[reportArgumentType]
+        check_vma=False,  # kernels do not say over which axes their results differ
+    )(*args)
+
+
+def _rows(mesh: AbstractMesh) -> P:
+    """How arrays lie on a mesh whose first axis is the batch."""
+    return P(mesh_axes(mesh.shape, "dp"))
+
+
+def _forward(
+    config, taps, experts, collectives, params, tokens, lengths, cache, features, image_index
+) -> Forward:
     model = nnx.merge(graphdef(config), params)
     start = cache.length
     with jax.named_scope("embed"):
         weight = model.embed.weight[...]
-        x = model.embed_norm(weight[tokens], weight.dtype)
+        x = model.embed_norm(collectives.lookup(weight, tokens), weight.dtype)
         if features is not None and image_index is not None:
             image = features.astype(x.dtype)[jnp.maximum(image_index, 0)]
             x = jnp.where((image_index >= 0)[..., None], image, x)
     outputs, blocks, layers = {-1: x}, [], []
     for i, layer in enumerate(model.layers):
         with jax.named_scope(f"layer_{i}"):
-            x, blocks, state = layer(x, blocks, cache.layers[i], start, lengths, experts)
+            args = (cache.layers[i], start, lengths, experts, collectives)
+            x, blocks, state = layer(x, blocks, *args)
         outputs[i] = x
         layers.append(state)
     with jax.named_scope("final"):
@@ -182,12 +233,23 @@ def unembed(
     params: nnx.State, config: Config, hidden: Float[Array, "... D"]
 ) -> Float[Array, "... V"]:
     """Returns softcapped float32 logits of the real (unpadded) vocabulary."""
-    text = config.text
+    weight: jax.Array = params["unembed"]["weight"][...]  # pyright: ignore[reportAssignmentType]
+    mesh = current_mesh()
+    if mesh is None:
+        return _unembed(config.text, Collectives(), weight, hidden)
+    rows = _rows(mesh)
+    return jax.shard_map(
+        functools.partial(_unembed, config.text, Collectives.of(mesh)),
+        in_specs=(P(mesh_axes(mesh.shape, "tp")), rows),
+        out_specs=rows,
+        check_vma=False,
+    )(weight, hidden)
+
+
+def _unembed(text: TextConfig, collectives: Collectives, weight, hidden):
     with jax.named_scope("unembed"):
-        weight: jax.Array = params["unembed"]["weight"][...]  # pyright: ignore[reportAssignmentType]
-        logits = einsum("...d,vd->...v", hidden, weight)
-        logits = softcap(logits, text.final_logit_softcapping)
-        return logits[..., : text.unpadded_vocab_size]
+        logits = softcap(einsum("...d,vd->...v", hidden, weight), text.final_logit_softcapping)
+        return collectives.gather_vocabulary(logits)[..., : text.unpadded_vocab_size]
 
 
 def encode_image(

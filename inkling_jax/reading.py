@@ -18,6 +18,8 @@ from inkling_jax.generation import Tokens
 from inkling_jax.model import encode_image
 from inkling_jax.prompts import Prompt
 from inkling_jax.proposing import Speculator
+from sharding.mesh import batch_parts
+from sharding.partition import by_row, everywhere
 
 PREFILL_BUCKETS = (32, 128, 512, 2048)
 FEWEST_TILES, FEWEST_FEATURES = 4, 16  # of a picture and of a batch, before padding to powers of 2
@@ -41,7 +43,7 @@ def _prefill(
         new, cache, context = speculative.prefill(
             params, config, speculator, tokens, lengths, cache, context, features, image_index
         )
-    return jnp.where(lengths[:, None] > 0, new, logits), cache, context
+    return *by_row((jnp.where(lengths[:, None] > 0, new, logits), context)), cache
 
 
 @jax.jit(static_argnames=("config", "alternatives"), donate_argnames=("cache", "logits"))
@@ -54,7 +56,8 @@ def _score(
         alternatives=alternatives,
     )  # fmt: skip
     last = jnp.take_along_axis(every, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    return every, jnp.where(lengths[:, None] > 0, last, logits), scored, cache
+    logits = by_row(jnp.where(lengths[:, None] > 0, last, logits))
+    return everywhere(every), logits, everywhere(scored), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +102,11 @@ def read_prompts(
 ) -> tuple[Float[Array, "B V"], Cache, Context | None]:
     """Reads whole prompts into a new cache of `capacity` tokens a row.
 
-    Returns the logits after each prompt, the cache and the drafter's context, of B rows, the next
-    power of two. Scoring and drafting exclude each other.
+    Returns the logits after each prompt, the cache and the drafter's context, of B rows: in
+    each part of the batch a power of two. Scoring and drafting exclude each other.
     """
     assert scoring is None or speculator is None
-    rows = power_of_two(len(prompts))
+    rows = batch_parts() * power_of_two(-(-len(prompts) // batch_parts()))
     lengths = np.array([len(p.ids) for p in prompts] + [0] * (rows - len(prompts)), np.int32)
     width = int(lengths.max())
     tokens, image_index = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
@@ -114,15 +117,15 @@ def read_prompts(
         index = np.array(prompt.image_rows, np.int32)
         image_index[i, : len(prompt.ids)] = np.where(index >= 0, index + first_row[i], -1)
     cache = _init_cache(config.text, rows, capacity, max_block, dtype)
-    context = speculator and _init_context(speculator.config, rows, capacity, dtype)
-    logits = jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32)
+    context = speculator and by_row(_init_context(speculator.config, rows, capacity, dtype))
+    logits = by_row(jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32))
     at = 0
     for bucket in prefill_chunks(width):
         chunk = _window(tokens, at, bucket)
         index = _window(image_index, at, bucket, fill=-1)
         count = np.clip(lengths - at, 0, bucket)
         if scoring is None:
-            logits, cache, context = _prefill(
+            logits, context, cache = _prefill(
                 params, config, speculator, chunk, count, cache, context, logits, features, index
             )
         else:

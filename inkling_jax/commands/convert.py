@@ -12,6 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="published directory, or hub id")
     parser.add_argument("target", metavar="DST", help="directory to make")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--mesh", metavar="M", help="refuse a model that this mesh could not run")
     parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
 
 
@@ -23,6 +24,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         revision=args.revision,
         dry_run=args.dry_run,
         progress=not args.json,
+        mesh=args.mesh,
     )
     if not args.json:
         verb = "would write" if args.dry_run else "wrote"

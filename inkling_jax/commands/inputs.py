@@ -27,6 +27,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of prompt and reply together",
     )
+    group.add_argument(
+        "--mesh",
+        metavar="M",
+        help="devices to use: sizes such as tp=4,dp=2, a preset such as h200-tp4, or a YAML file",
+    )
 
 
 def add_drafter(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +100,14 @@ def load_model(args: argparse.Namespace) -> Any:
     options = {
         name: getattr(args, name) for name in ("drafter", "draft_tokens") if hasattr(args, name)
     }
-    return ij.load(args.model, dtype=dtype, context=args.context, revision=args.revision, **options)
+    return ij.load(
+        args.model,
+        dtype=dtype,
+        context=args.context,
+        revision=args.revision,
+        mesh=args.mesh,
+        **options,
+    )
 
 
 def read_tokens(path: str) -> list[int]:

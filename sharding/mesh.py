@@ -1,0 +1,182 @@
+"""Meshes: how many devices work on what, from a short text such as `tp=4,dp=2`.
+
+`tp` becomes one mesh axis per prime factor (`tp0`, `tp1`, … from the outside in): a dimension that
+has fewer parts than `tp`, the key/value heads, is split over the outer ones and repeated over the
+inner ones. Everything else names the whole group, `mesh_axes(mesh, "tp")`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+GROUPS = ("dp", "ep", "tp")  # from the outside in: devices of a tp group are neighbours
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be had: one sentence that says why and what would work."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """What the devices are for; their number is the product.
+
+    Attributes:
+      dp: copies of the model, each with its part of the batch.
+      ep: parts of the experts, each with whole experts; attention is the same in all of them.
+      tp: parts of each layer: heads, columns of the experts, rows of the vocabulary.
+    """
+
+    dp: int = 1
+    ep: int = 1
+    tp: int = 1
+
+    def __post_init__(self):
+        for name in GROUPS:
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise MeshError(f"mesh: {name} is {size!r}, it must be a whole number from 1 on")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `tp=4,dp=2`, the name of a preset, or a YAML file of lines such as `tp: 4`.
+
+        Raises:
+          MeshError: the text is none of these; the faulty part is named.
+        """
+        if text in PRESETS:
+            text = PRESETS[text]
+        if text.endswith((".yaml", ".yml")):
+            return cls._from_pairs(_read_yaml(Path(text)), text)
+        return cls._from_pairs(_pairs(text.split(","), "="), f"mesh {text!r}")
+
+    @classmethod
+    def _from_pairs(cls, pairs: Sequence[tuple[str, str]], where: str) -> Self:
+        sizes = {}
+        for name, size in pairs:
+            if name not in GROUPS or not size.isdecimal():
+                raise MeshError(
+                    f"{where}: {name}={size} is not understood; write sizes of "
+                    f"{', '.join(GROUPS)} such as tp=4,dp=2, or one of {', '.join(PRESETS)}"
+                )
+            if name in sizes:
+                raise MeshError(f"{where}: {name} is given twice")
+            sizes[name] = int(size)
+        return cls(**sizes)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(dataclasses.astuple(self))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Names and sizes of the mesh's axes, `tp` as its prime factors."""
+        tp = {f"tp{i}": factor for i, factor in enumerate(_prime_factors(self.tp))}
+        return {"dp": self.dp, "ep": self.ep, **tp}
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={getattr(self, name)}" for name in GROUPS)
+
+
+PRESETS = {
+    "gb200-tp4": "tp=4",
+    "gb200-tp8": "tp=8",
+    "h200-tp4": "tp=4",
+    "h200-tp8": "tp=8",
+    "cpu8": "dp=2,ep=2,tp=2",
+}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Arranges devices, by default the first ones that JAX sees.
+
+    Raises:
+      MeshError: there are fewer devices than the mesh needs, or processes would be left out.
+    """
+    found = jax.devices() if devices is None else devices
+    if config.devices > len(found):
+        raise MeshError(
+            f"mesh {config} needs {config.devices} devices, {len(found)} are there; use at most "
+            f"{len(found)}{_more_cpu_devices(found, config.devices)}"
+        )
+    used = list(found[: config.devices])
+    left_out = {d.process_index for d in found} - {d.process_index for d in used}
+    if left_out:
+        raise MeshError(
+            f"mesh {config} uses {config.devices} of {len(found)} devices and none of the "
+            f"processes {sorted(left_out)}; use all devices, or start fewer processes"
+        )
+    shape = tuple(config.axes.values())
+    return Mesh(np.array(used).reshape(shape), tuple(config.axes), (AxisType.Auto,) * len(shape))
+
+
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+    """Returns the mesh without its devices, for questions about shapes."""
+    axes = config.axes
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def current_mesh() -> AbstractMesh | None:
+    """Returns the mesh of `jax.set_mesh` that code runs under, None on one device or in a shard."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Manual in mesh.axis_types:
+        return None
+    return mesh
+
+
+def mesh_axes(sizes: Mapping[str, int], group: str) -> tuple[str, ...]:
+    """Returns the axes of a mesh that make up a group, those of one device left out.
+
+    Args:
+      sizes: `mesh.shape`.
+      group: one of `GROUPS`.
+    """
+    names = (name for name in sizes if name.rstrip("0123456789") == group)
+    return tuple(name for name in names if sizes[name] > 1)
+
+
+def group_size(sizes: Mapping[str, int], group: str) -> int:
+    """Returns over how many devices a group splits things; `sizes` is `mesh.shape`."""
+    return math.prod(sizes[axis] for axis in mesh_axes(sizes, group))
+
+
+def batch_parts() -> int:
+    """Returns how many parts a batch is split into where code runs."""
+    mesh = current_mesh()
+    return 1 if mesh is None else group_size(mesh.shape, "dp")
+
+
+def _prime_factors(n: int) -> list[int]:
+    factors, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            factors.append(p)
+            n //= p
+        p += 1
+    return factors
+
+
+def _read_yaml(file: Path) -> list[tuple[str, str]]:
+    """Reads flat YAML, which needs no parser: `name: size` lines and comments."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as e:
+        raise MeshError(f"{file}: cannot be read ({e.strerror})") from e
+    bare = (line.partition("#")[0].strip() for line in lines)
+    return _pairs([line for line in bare if line and line != "---"], ":")
+
+
+def _pairs(parts: Sequence[str], between: str) -> list[tuple[str, str]]:
+    return [(name.strip(), size.strip()) for name, _, size in (p.partition(between) for p in parts)]
+
+
+def _more_cpu_devices(found: Sequence[Any], wanted: int) -> str:
+    if not found or found[0].platform != "cpu":
+        return ""
+    return f", or simulate more with XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"

@@ -1,0 +1,100 @@
+"""Processes that work as one: they meet, agree, and fail together."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sharding.hosts import join_hosts
+from sharding.mesh import MeshError
+
+ROOT = Path(__file__).parent.parent
+SMALL = ROOT / "tests/fixtures/small"
+AGREE = """
+import sys
+from sharding.hosts import agree_on, join_hosts, together
+from sharding.mesh import MeshConfig
+join_hosts(60)
+try:
+    with together("reading"):
+        if sys.argv[1] == "absent":
+            raise OSError("no such file")
+    agree_on(MeshConfig.parse(sys.argv[1]))
+except (OSError, ValueError) as e:
+    print(e)
+"""
+ANSWER = """
+import sys
+from safetensors.numpy import load_file
+import inkling_jax as ij
+model = ij.load(sys.argv[1] + "/checkpoint", mesh="tp=2", context=64)
+expected = load_file(sys.argv[1] + "/expected.safetensors")
+greedy = ij.SamplingParams(temperature=0.0, max_tokens=len(expected["greedy.tokens"]))
+prompt, tokens = (expected["greedy." + name].tolist() for name in ("prompt", "tokens"))
+print(model.generate([prompt], greedy)[0].token_ids == tokens)
+"""
+
+
+def free_address():
+    with socket.create_server(("localhost", 0)) as server:
+        return f"localhost:{server.getsockname()[1]}"
+
+
+def run_two(code, *arguments):
+    """Runs code in two processes of one device each, and returns what they print."""
+    settings = {
+        "JAX_COORDINATOR_ADDRESS": free_address(),
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, argument],
+            env={**os.environ, **settings, "JAX_PROCESS_ID": str(index)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for index, argument in enumerate(arguments)
+    ]
+    printed = [process.communicate(timeout=200)[0].splitlines() for process in processes]
+    return [[line for line in lines if "Gloo" not in line][-1] for lines in printed]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("tp=2", "dp=2"), ["the processes were given different meshes: dp=1,ep=1,tp=2; dp=2"] * 2),
+        (("absent", "tp=2"), ["no such file", "reading failed in processes [0]"]),
+    ],
+)
+def test_processes_that_differ_stop_together(arguments, says):
+    for printed, sentence in zip(run_two(AGREE, *arguments), says, strict=True):
+        assert printed.startswith(sentence)
+
+
+@pytest.mark.long
+def test_two_processes_give_the_text_of_one():
+    assert run_two(ANSWER, str(SMALL), str(SMALL)) == ["True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("count", "index", "says"),
+    [
+        ("2", "0", r"process 0 of 2 did not meet \[1\] at localhost:\d+ in time"),
+        ("2", "1", r"process 1 of 2 did not meet \[0\]"),
+        ("2", "2", "they are '2' and '2'"),
+        ("", "0", "JAX_NUM_PROCESSES must be the number of processes"),
+    ],
+)
+def test_a_process_alone_does_not_wait_for_ever(monkeypatch, count, index, says):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", free_address())
+    monkeypatch.setenv("JAX_NUM_PROCESSES", count)
+    monkeypatch.setenv("JAX_PROCESS_ID", index)
+    with pytest.raises(MeshError, match=says):
+        join_hosts(1)

@@ -1,0 +1,117 @@
+"""A model on meshes of simulated devices against the same model on one."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny, tiny_params
+from helpers_dspark import GREEDY, drafted, speculator
+from helpers_dspark import run as run_drafted
+
+from inkling_jax.cache import init_cache
+from inkling_jax.config import FULL, SLIDING
+from inkling_jax.generation import Requests, begin, decode_block, prefill
+from inkling_jax.model import param_shardings
+from inkling_jax.quant import quantize_mxfp8, quantize_nvfp4
+from inkling_jax.sampling import Sampling, keys_from_seeds
+from inkling_jax.sampling_params import SamplingParams
+from sharding.mesh import MeshConfig, make_mesh
+
+# 12 query heads of 2 groups in the full layer, of 1 in the other; experts split at whole groups.
+SIZES = {
+    "num_hidden_layers": 2,
+    "layer_types": (SLIDING, FULL),
+    "num_attention_heads": 12,
+    "swa_num_attention_heads": 12,
+    "moe_intermediate_size": 128,
+}
+SMALL = tiny(**SIZES)
+TOKENS = np.array([[3, 14, 15, 9, 26, 5, 35, 8], [9, 7, 9, 3, 0, 0, 0, 0]], np.int32)
+LENGTHS = np.array([8, 4], np.int32)
+
+
+@functools.cache
+def packed_params():
+    """Random parameters with NVFP4 experts in the first layer and MXFP8 experts in the second."""
+    params = jax.tree.map(lambda x: x, tiny_params(SMALL))
+    for layer, pack in enumerate(map(jax.jit, (quantize_nvfp4, quantize_mxfp8))):
+        moe = params["layers"][layer]["moe"]
+        for name in ("w13", "w2"):
+            moe[name] = moe[name].replace(pack(moe[name].get_value()))
+    return params
+
+
+def sums_and_gathers(program):
+    """Counts the collectives of a program by kind and by where in the model they are."""
+    pattern = r"(all-|reduce-scatter|collective-)([a-z]*)(?:-start)?\(.*op_name=\"([^\"]*)\""
+    found = re.findall(pattern, program)
+    return Counter((kind + what, name.removeprefix("jit(run)/")) for kind, what, name in found)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def run(params, config, tokens, lengths, requests):
+    """Returns the logits after the prompts, and the tokens that follow: a prefill and a loop."""
+    cache = init_cache(config.text, tokens.shape[0], 16, 1, jnp.float32)
+    logits, cache = prefill(params, config, tokens, lengths, cache)
+    state, first = begin(logits, cache, requests)
+    return logits, first.ids, decode_block(params, config, state, 5)[1].ids
+
+
+def answer(params):
+    """Runs one greedy and one seeded row; returns (the compiled program, logits, tokens)."""
+    requests = Requests(
+        Sampling.stack([SamplingParams(temperature=t) for t in (0.0, 1.0)]),
+        keys_from_seeds([1, 7]),
+        jnp.full((2, 1), -1, jnp.int32),
+        jnp.full(2, 6, jnp.int32),
+    )
+    compiled = run.lower(params, SMALL, TOKENS, LENGTHS, requests).compile()
+    logits, *ids = jax.device_get(compiled(params, TOKENS, LENGTHS, requests))
+    return compiled.as_text(), logits, np.concatenate(ids, axis=1)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return answer(packed_params())
+
+
+@pytest.mark.parametrize("text", ["tp=2", "tp=4", "tp=2,dp=2,ep=2"])
+def test_a_mesh_gives_the_logits_and_tokens_of_one_device(text, one_device):
+    """Also says which collectives prefill and step have: two a layer, the embedding's, the head's.
+
+    Where the batch is split, the loop asks once a step whether all rows have ended.
+    """
+    mesh = make_mesh(MeshConfig.parse(text))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(packed_params(), param_shardings(packed_params(), mesh))
+        program, logits, ids = answer(params)
+    np.testing.assert_allclose(logits, one_device[1], atol=3e-4)
+    np.testing.assert_array_equal(ids, one_device[2])
+    places = [f"layer_{i}/{part}" for i in range(2) for part in ("attention", "moe")]
+    expected = Counter()
+    for where in ("shard_map", "while/body/shard_map"):
+        expected.update(("all-reduce", f"{where}/{place}/psum") for place in ("embed", *places))
+        expected["all-gather", f"{where}/unembed/all_gather"] += 1
+    if mesh.shape["dp"] > 1:
+        expected["all-reduce", "while/cond/reduce_and"] += 1
+    assert sums_and_gathers(program) == expected
+
+
+def test_a_drafter_gives_the_same_tokens_on_a_mesh():
+    """The drafter is whole on every device, its target split; rounds accept what they do on one."""
+    prompts = np.array([[3, 14, 15], [9, 26, 5]])
+    options = {"sampling": [GREEDY, SamplingParams(temperature=1.0)], "max_new": 8}
+    options["drafter"] = (speculator(3),)
+    expected = run_drafted(drafted, prompts, **options.copy())
+    with jax.set_mesh(make_mesh(MeshConfig(tp=2, dp=2))):
+        found = run_drafted(drafted, prompts, **options)
+    for one, other in zip(expected, found, strict=True):
+        if hasattr(one, "ids"):
+            np.testing.assert_array_equal(other.ids, one.ids)
+        elif hasattr(one, "accepted"):
+            np.testing.assert_array_equal(other.accepted, one.accepted)
+            assert one.accepted.max() > 0
