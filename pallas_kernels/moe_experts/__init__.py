@@ -1,0 +1,99 @@
+"""Decode experts: both projections of a mixture-of-experts layer, reading packed weights once."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.moe_experts import kernel_sm90, tiles
+from pallas_kernels.moe_experts.pack import (
+    PackedExperts,
+    pack_bfloat16,
+    pack_mxfp8,
+    pack_nvfp4,
+)
+from pallas_kernels.moe_experts.plan import Plan, make_plan, work_items
+
+__all__ = [
+    "PackedExperts",
+    "Plan",
+    "make_plan",
+    "moe_experts",
+    "moe_experts_slots",
+    "pack_bfloat16",
+    "pack_mxfp8",
+    "pack_nvfp4",
+    "unsupported",
+    "work_items",
+]
+
+MAX_TOKENS = 64
+
+
+def unsupported(tokens: int, hidden: int, inner: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Says why the kernel cannot run these shapes (activations [tokens, hidden]), or None."""
+    if tokens > MAX_TOKENS:
+        return f"{tokens} tokens, the decode kernel takes at most {MAX_TOKENS}"
+    if hidden % 64:
+        return f"hidden size {hidden} is not a multiple of 64"
+    if inner % 16:
+        return f"expert width {inner} is not a multiple of 16"
+    if dtype != jnp.bfloat16:
+        return f"activations are {jnp.dtype(dtype).name}, not bfloat16"
+    return None
+
+
+def moe_experts_slots(
+    x: jax.Array,
+    weights: jax.Array,
+    plan: Plan,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    *,
+    gate_softcap: float,
+    up_softcap: float,
+) -> jax.Array:
+    """Runs the planned experts and leaves the sum over a token's picks to the consumer.
+
+    Args:
+      x: bfloat16 [T, D]; rows outside the plan are not read.
+      weights: float32 [T, k] routing weights.
+      plan: the work, from `make_plan` or the router kernel.
+      w13: packed [N, 2 I, D], rows interleaved.
+      w2: packed [N, D, I].
+      gate_softcap, up_softcap: c in c tanh(x / c).
+
+    Returns:
+      float32 [T, k, D], weighted; rows outside the plan hold anything.
+
+    Raises:
+      ValueError: a shape or dtype that the kernel does not take.
+    """
+    tokens, hidden = x.shape
+    inner = w13.words.shape[1] * 16
+    if reason := unsupported(tokens, hidden, inner, x.dtype):
+        raise ValueError(f"moe_experts: {reason}")
+    if weights.shape[0] * weights.shape[1] != plan.order.shape[0]:
+        raise ValueError(f"moe_experts: weights {weights.shape} do not fit {plan.order.shape[0]}")
+    shape = tiles.choose(2 * inner, hidden)
+    h = kernel_sm90.gate_up(x, plan, w13, shape, gate_softcap, up_softcap)
+    y = kernel_sm90.down(h, weights, plan, w2, tiles.choose(hidden, inner))
+    return y.reshape(*weights.shape, hidden)
+
+
+def moe_experts(
+    x: jax.Array,
+    weights: jax.Array,
+    valid: jax.Array,
+    plan: Plan,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    *,
+    gate_softcap: float,
+    up_softcap: float,
+) -> jax.Array:
+    """The experts' weighted sum, float32 [T, D]; zeros where `valid` (bool [T]) is false.
+
+    The other arguments are those of `moe_experts_slots`.
+    """
+    softcaps = dict(gate_softcap=gate_softcap, up_softcap=up_softcap)
+    y = moe_experts_slots(x, weights, plan, w13, w2, **softcaps)
+    return jnp.where(valid[:, None], y.sum(axis=1), 0)

@@ -1,0 +1,146 @@
+"""Both projections as Pallas-Triton kernels around the MMA steps of `ptx.py` (Hopper and later).
+
+One program owns 32 rows (per row warp) of one work item's expert; its warps share the columns and
+add up at the end. Everything is one-dimensional with four elements per thread, so that element
+`128 warp + 4 lane + i` is word i of a lane's 16-byte load and register i of its accumulators.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.moe_experts.pack import WORDS, PackedExperts
+from pallas_kernels.moe_experts.plan import Plan
+from pallas_kernels.moe_experts.ptx import fragment_product
+from pallas_kernels.moe_experts.tiles import STEP_COLUMNS, TileConfig
+
+
+def gate_up(
+    x: jax.Array,
+    plan: Plan,
+    w13: PackedExperts,
+    tiles: TileConfig,
+    gate_softcap: float,
+    up_softcap: float,
+) -> jax.Array:
+    """[T, D] -> activations [T * k, I] of every planned slot; the other rows stay unwritten."""
+    slots = plan.order.shape[0]
+    inner = w13.words.shape[1] * 16
+    k = slots // x.shape[0]
+
+    def finish(sums, expert, slot, row, keep, outer, out):
+        gate, up = (s * outer for s in sums)
+        act = gate_softcap * jnp.tanh(gate / gate_softcap) * jax.nn.sigmoid(gate)
+        act = act * (up_softcap * jnp.tanh(up / up_softcap))
+        plt.store(out.at[slot, row], act.astype(x.dtype), mask=keep)
+
+    return _projection(x, plan, w13, tiles, k, finish, (), (slots, inner), x.dtype)
+
+
+def down(
+    h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, tiles: TileConfig
+) -> jax.Array:
+    """[T * k, I] -> float32 [T * k, D], each planned slot times its weight."""
+    slots, rows = h.shape[0], w2.words.shape[1] * 32
+
+    def finish(sums, expert, slot, row, keep, outer, out, weight):
+        scale = outer * plt.load(weight.at[slot], mask=keep, other=0.0)
+        first = (row // 16) * 32 + row % 16
+        for fragment, s in enumerate(sums):
+            plt.store(out.at[slot, first + 16 * fragment], s * scale, mask=keep)
+
+    extra = (weights.reshape(slots),)
+    return _projection(h, plan, w2, tiles, 1, finish, extra, (slots, rows), jnp.float32)
+
+
+def _projection(x, plan, w, tiles, k, finish, extra, shape, dtype):
+    grid = (w.words.shape[1] // tiles.row_warps, plan.count.shape[0])
+    scales = () if w.scales is None else (w.scales,)
+    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], tiles, k, finish)
+    return pl.pallas_call(
+        body,
+        grid=grid,
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=1),
+        name="moe_experts_" + w.format,
+    )(*plan, x.reshape(-1), w.outer, w.words, *scales, *extra)
+
+
+def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order, x, outer, words,
+          *rest):  # fmt: skip
+    scales, rest = (None, rest) if format == "bfloat16" else (rest[0], rest[1:])
+    *extra, out = rest
+    item = pl.program_id(1)
+    n = count[item]
+
+    @pl.when(n > 0)
+    def _():
+        e, first = expert[item], start[item]
+        place = jnp.arange(tiles.warps * WORDS, dtype=jnp.int32)
+        warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
+        tile = pl.program_id(0) * tiles.row_warps + lax.div(warp, tiles.column_warps)
+        # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with
+        # another, and theirs are not stored.
+        row = order[first + jnp.minimum(lax.div(word, 16), n - 1)]
+        row = lax.div(row, k) * x_shape[1]
+        column = lax.rem(lax.div(word, 4), 4) * 16 + lax.rem(word, 4)
+        acts = row + column
+        sums = [jnp.zeros(place.shape, jnp.float32)] * 2
+        # Unrolled: rolled loops and prefetching by hand both measured slower (kernels.md).
+        for s in range(steps // tiles.column_warps):
+            step = s * tiles.column_warps + lax.rem(warp, tiles.column_warps)
+            b = [_load_acts(x, acts, step, j, x_shape[1], steps) for j in range(4)]
+            scale = [] if scales is None else [_load_scales(scales, e, tile, step, word)]
+            for fragment in range(2):
+                a = [
+                    words[e, tile, step, fragment, load, word] for load in range(words.shape[4])
+                ]
+                asm, constraints = fragment_product(format, fragment)
+                [sums[fragment]] = plt.elementwise_inline_asm(
+                    asm,
+                    args=[*a, *scale, *b, sums[fragment]],
+                    constraints=constraints,
+                    pack=4,
+                    result_shape_dtypes=[jax.ShapeDtypeStruct(place.shape, jnp.float32)],
+                )
+        sums = [_add_warps(s, tiles) for s in sums]
+        # Accumulator i of lane 4g + t: row g + 8 (i / 2), token 2t + i % 2.
+        place = jnp.arange(tiles.row_warps * WORDS, dtype=jnp.int32)
+        word = lax.rem(place, WORDS)
+        token = lax.rem(lax.div(word, 4), 4) * 2 + lax.rem(word, 2)
+        tile = pl.program_id(0) * tiles.row_warps + lax.div(place, WORDS)
+        row = tile * 16 + lax.div(word, 16) + lax.rem(lax.div(word, 2), 2) * 8
+        keep = token < n
+        slot = plt.load(order.at[first + token], mask=keep, other=0)
+        finish(sums, e, slot, row, keep, outer[e], out, *extra)
+
+
+def _load_acts(x, acts, step, j, columns, steps):
+    """Four neighbouring activations per lane: the B registers of MMA j."""
+    index = acts + (step * STEP_COLUMNS + 4 * j)
+    index = plt.max_contiguous(pl.multiple_of(index, 4), 4)
+    if columns == steps * STEP_COLUMNS:
+        return x[index]
+    # A short last step: the weights there are zeros, the activations must be finite.
+    lane = lax.rem(lax.div(jnp.arange(acts.shape[0], dtype=jnp.int32), 4), 4)
+    keep = step * STEP_COLUMNS + lane * 16 + 4 * j < columns
+    return plt.load(x.at[index], mask=keep, other=0)
+
+
+def _load_scales(scales, e, tile, step, word):
+    """A lane's four bytes; pairs of lanes share them where a block has 32 columns."""
+    if scales.shape[3] == WORDS:
+        return scales[e, tile, step, word]
+    shared = lax.div(word, 8) * 4 + lax.rem(word, 4)
+    return scales[e, tile, step, plt.max_contiguous(pl.multiple_of(shared, 4), 4)]
+
+
+def _add_warps(s, tiles):
+    if tiles.column_warps == 1:
+        return s
+    s = s.reshape(tiles.row_warps, tiles.column_warps, WORDS).sum(axis=1)
+    return s.reshape(tiles.row_warps * WORDS)
