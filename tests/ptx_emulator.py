@@ -40,7 +40,7 @@ def _registers(x):
 
 def _run(opcode, operands, registers):
     def value(name):
-        return registers[name] if name in registers else jnp.uint32(int(name, 0))
+        return registers[name] if name in registers else np.uint32(int(name, 0))
 
     if opcode.startswith("mma"):
         d, a, b, c = re.findall(r"\{(.*?)\}", operands)
@@ -111,9 +111,7 @@ def _mma(a, b, c):
     right = join(b[0], b[1])  # [warps, n = g, k]
     product = jnp.einsum("wmk,wnk->wmn", *(v.astype(jnp.float32) for v in (left, right)))
     product = product.reshape(-1, 2, 8, 4, 2)  # warp, row half, g, t, n % 2
-    return [
-        product[:, i // 2, :, :, i % 2].reshape(-1) + c[i].astype(np.float32) for i in range(4)
-    ]
+    return [product[:, i // 2, :, :, i % 2].reshape(-1) + c[i].astype(np.float32) for i in range(4)]
 
 
 def interpreted(monkeypatch, kernel):

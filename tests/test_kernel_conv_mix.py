@@ -49,9 +49,7 @@ def test_matches_reference(tokens, parts, queries, count, keep):
     start = jnp.array([2, 41], jnp.int32)  # less history than taps, and a wrapped ring
     lengths = jnp.array([tokens, tokens // 2], jnp.int32)
     valid = np.arange(tokens) < np.array(lengths)[:, None]
-    expected = reference(
-        *inputs.values(), start, lengths, count=count, keep=keep, eps=EPS
-    )
+    expected = reference(*inputs.values(), start, lengths, count=count, keep=keep, eps=EPS)
     dead = jnp.where(valid[..., None, None], inputs["u"], jnp.nan)
     out = conv_mix(
         **{**inputs, "u": dead},

@@ -41,9 +41,7 @@ def run_both(format, tokens, valid, picked, experts, hidden, inner, monkeypatch)
     x = jax.random.normal(keys[2], (tokens, hidden)).astype(jnp.bfloat16)
     weights = jax.random.uniform(keys[3], picked.shape)
     valid = jnp.array(valid)
-    expected = ref.moe_experts(
-        x, picked, weights, valid, lambda e: w13[e], lambda e: w2[e], **CAPS
-    )
+    expected = ref.moe_experts(x, picked, weights, valid, lambda e: w13[e], lambda e: w2[e], **CAPS)
     plan = ops.make_plan(picked, valid, experts)
     poisoned = jnp.where(valid[:, None], x, jnp.nan)
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)

@@ -1,4 +1,4 @@
-"""Convolution, residual and attention-residual mix in plain jnp: the specification of the kernel."""
+"""Convolution, residual and attention-residual mix in plain jnp: the kernel's specification."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,12 @@ def short_conv(
     u: jax.Array, weight: jax.Array, state: jax.Array, start: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The static short convolution over [B, T, D] and its ring of past inputs [B, S, D]."""
-    batch, tokens, width = u.shape
+    batch, tokens, _ = u.shape
     taps, slots = weight.shape[1], state.shape[1]
     row = jnp.arange(batch)[:, None]
     position = start[:, None] + jnp.arange(1 - taps, tokens)  # B, c - 1 + T
-    past = jnp.where(position[:, : taps - 1, None] < 0, 0, state[row, position[:, : taps - 1] % slots])
+    before = position[:, : taps - 1]
+    past = jnp.where(before[..., None] < 0, 0, state[row, before % slots])
     valid = (jnp.arange(tokens) < lengths[:, None])[..., None]
     u = jnp.where(valid, u, 0).astype(jnp.float32)
     line = jnp.concatenate([past, u], axis=1)

@@ -74,7 +74,7 @@ def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order,
           *rest):  # fmt: skip
     scales, rest = (None, rest) if format == "bfloat16" else (rest[0], rest[1:])
     *extra, out = rest
-    item = pl.program_id(1)
+    tiles_before, item = pl.program_id(0) * tiles.row_warps, pl.program_id(1)
     n = count[item]
 
     @pl.when(n > 0)
@@ -82,7 +82,7 @@ def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order,
         e, first = expert[item], start[item]
         place = jnp.arange(tiles.warps * WORDS, dtype=jnp.int32)
         warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
-        tile = pl.program_id(0) * tiles.row_warps + lax.div(warp, tiles.column_warps)
+        tile = tiles_before + lax.div(warp, tiles.column_warps)
         # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with
         # another, and theirs are not stored.
         row = order[first + jnp.minimum(lax.div(word, 16), n - 1)]
@@ -96,9 +96,7 @@ def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order,
             b = [_load_acts(x, acts, step, j, x_shape[1], steps) for j in range(4)]
             scale = [] if scales is None else [_load_scales(scales, e, tile, step, word)]
             for fragment in range(2):
-                a = [
-                    words[e, tile, step, fragment, load, word] for load in range(words.shape[4])
-                ]
+                a = [words[e, tile, step, fragment, load, word] for load in range(words.shape[4])]
                 asm, constraints = fragment_product(format, fragment)
                 [sums[fragment]] = plt.elementwise_inline_asm(
                     asm,
@@ -112,10 +110,11 @@ def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order,
         place = jnp.arange(tiles.row_warps * WORDS, dtype=jnp.int32)
         word = lax.rem(place, WORDS)
         token = lax.rem(lax.div(word, 4), 4) * 2 + lax.rem(word, 2)
-        tile = pl.program_id(0) * tiles.row_warps + lax.div(place, WORDS)
+        tile = tiles_before + lax.div(place, WORDS)
         row = tile * 16 + lax.div(word, 16) + lax.rem(lax.div(word, 2), 2) * 8
         keep = token < n
-        slot = plt.load(order.at[first + token], mask=keep, other=0)
+        # Past the end where not kept: the interpreter stores masked elements too, unchanged.
+        slot = plt.load(order.at[first + token], mask=keep, other=order.shape[0])
         finish(sums, e, slot, row, keep, outer[e], out, *extra)
 
 

@@ -112,7 +112,7 @@ def pack_bfloat16(weight: jax.Array, *, interleaved: bool) -> PackedExperts:
 
 def _fragments(x: jax.Array, interleaved: bool) -> jax.Array:
     """[n, R, C] -> [n, tile, step, fragment, g, t, j, kk, h, b]; short steps filled with zeros."""
-    n, rows, columns = x.shape
+    columns = x.shape[2]
     steps = -(-columns // 64)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 64 * steps - columns)))
     x = _row_axes(x, interleaved)  # n tile f h g C
@@ -129,7 +129,7 @@ def _row_axes(x: jax.Array, interleaved: bool) -> jax.Array:
 
 def _words(word: jax.Array) -> jax.Array:
     """[n, tile, step, f, g, t, j, words of an MMA] -> [n, tile, step, f, loads, 128]."""
-    n, tiles, steps, fragments, g, t, j, each = word.shape
+    n, tiles, steps, fragments, g, t, _, each = word.shape
     word = word.reshape(n, tiles, steps, fragments, g * t, each, 4).swapaxes(4, 5)
     word = word.reshape(n, tiles, steps, fragments, each, WORDS)
     return lax.bitcast_convert_type(word, jnp.int32)

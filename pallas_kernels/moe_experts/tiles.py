@@ -8,7 +8,7 @@ STEP_COLUMNS = 64
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """`warps` of a program: `column_warps` side by side along the columns, the rest on more rows."""
+    """`warps` of a program, `column_warps` of them side by side along the columns."""
 
     warps: int = 4
     column_warps: int = 4

@@ -1,4 +1,4 @@
-"""Decode attention with the relative bias, the sink and the output gate over a ring or linear cache."""
+"""Decode attention over a ring or linear cache: relative bias, sink and output gate included."""
 
 import jax
 

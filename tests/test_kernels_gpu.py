@@ -1,0 +1,109 @@
+"""Every decode kernel on the GPU at production widths, against its reference in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_kernel_conv_mix as mixing
+import test_kernel_moe_experts as moe
+import test_kernel_rel_attention_decode as attention
+
+from pallas_kernels import conv_mix, moe_experts
+from pallas_kernels.conv_mix import reference as conv_mix_reference
+from pallas_kernels.moe_experts import reference as moe_reference
+from pallas_kernels.rel_attention_decode import reference as attention_reference
+from pallas_kernels.rel_attention_decode import rel_attention_decode
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Pallas announces on every lowering that its Triton backend will be removed one day.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Leaves NaN where the next outputs will be allocated; the reference runs in full float32."""
+    blocks = [jnp.full(1 << 26, jnp.nan) for _ in range(8)]
+    jax.block_until_ready(blocks)
+    del blocks
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def assert_close(out, expected, relative):
+    """The error's norm; NaN never passes."""
+    out, expected = (np.asarray(a, np.float64) for a in (out, expected))
+    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
+    assert error < relative, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "bfloat16"])
+@pytest.mark.parametrize(("inner", "counts"), [(2304, (1, 8, 17)), (576, (5,)), (288, (64,))])
+def test_moe_experts(format, inner, counts):
+    experts, hidden, k = 12, 4608, 8
+    keys = jax.random.split(jax.random.key(np.random.SeedSequence().entropy % 2**31), 4)
+    w13, pack13 = moe.random_experts(keys[0], format, (experts, 2 * inner, hidden))
+    w2, pack2 = moe.random_experts(keys[1], format, (experts, hidden, inner))
+    packed = jax.jit(lambda: (pack13(True), pack2(False)))()
+    for tokens in counts:
+        x = jax.random.normal(keys[2], (tokens, hidden)).astype(jnp.bfloat16)
+        x = (x.astype(jnp.float32) / 16).astype(jnp.bfloat16)
+        weights = jax.random.uniform(keys[3], (tokens, k))
+        order = np.argsort(np.random.default_rng(tokens).random((tokens, experts)))
+        picked = jnp.array(order[:, :k], jnp.int32)
+        valid = jnp.arange(tokens) % 5 != 3
+        expected = moe_reference.moe_experts(
+            x, picked, weights, valid, lambda e: w13[e], lambda e: w2[e], **moe.CAPS
+        )
+
+        @jax.jit
+        def run(x, weights, valid, picked, packed):
+            plan = moe_experts.make_plan(picked, valid, experts)
+            return moe_experts.moe_experts(x, weights, valid, plan, *packed, **moe.CAPS)
+
+        poisoned = jnp.where(valid[:, None], x, jnp.nan)
+        assert_close(run(poisoned, weights, valid, picked, packed), expected, 5e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize("window", [None, 1024])
+def test_rel_attention_decode(tokens, window, monkeypatch):
+    for name, value in (("HEADS", 48), ("KV_HEADS", 8), ("DIM", 128)):
+        monkeypatch.setattr(attention, name, value)
+    slots = 1032 if window else 5000
+    inputs = attention.make_inputs(tokens, 2, tokens, slots, 1024)
+    run = jax.jit(lambda i, *where: rel_attention_decode(*i.values(), *where, window=window))
+    reference = attention_reference.rel_attention_decode
+    plain = jax.jit(lambda i, *where: reference(*i.values(), *where, window=window))
+    for first in (0, 14, 62, 63, 64, 1015, 1022, 1023, 1024, 1025, 4900):
+        start, lengths = [first, first // 2], [tokens, max(tokens - 2, 0)]
+        where = (jnp.array(start, jnp.int32), jnp.array(lengths, jnp.int32))
+        outs = []
+        for fill in (np.nan, 1e30):
+            poisoned = attention.poison(inputs, start, lengths, window, fill)
+            poisoned = {n: a.astype(jnp.bfloat16) for n, a in poisoned.items()}
+            outs.append(run(poisoned, *where))
+        np.testing.assert_array_equal(*(np.asarray(o, np.float32) for o in outs))
+        clean = {n: jnp.nan_to_num(a.astype(jnp.float32)) for n, a in poisoned.items()}
+        clean = {n: jnp.where(jnp.abs(a) > 1e20, 0, a) for n, a in clean.items()}
+        assert_close(outs[0], plain(clean, *where), 1e-2)
+
+
+@pytest.mark.parametrize(("tokens", "keep"), [(1, True), (5, False), (17, True)])
+def test_conv_mix(tokens, keep, monkeypatch):
+    monkeypatch.setattr(mixing, "WIDTH", 4608)
+    inputs = mixing.make_inputs(tokens, 2, tokens, 8 if keep else 1, 3, 8)
+    start = jnp.array([2, 41], jnp.int32)
+    lengths = jnp.array([tokens, tokens // 2], jnp.int32)
+    valid = np.arange(tokens) < np.array(lengths)[:, None]
+    options = {"count": 8, "keep": keep, "eps": 1e-6}
+    z, _, sources, gram, state = conv_mix_reference.conv_mix(
+        *inputs.values(), start, lengths, **options
+    )
+    inputs["u"] = jnp.where(valid[..., None, None], inputs["u"], jnp.nan)
+    out = jax.jit(lambda i: conv_mix.conv_mix(**i, start=start, lengths=lengths, **options))(inputs)
+    assert_close(out.z[:, valid], z[:, valid], 1e-5)
+    assert_close(out.sources[:, valid], sources[:, valid], 1e-5)
+    assert_close(out.gram[valid], gram[valid], 1e-5)
+    assert_close(out.state, state, 1e-6)
