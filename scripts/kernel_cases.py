@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import conv_mix, moe_experts, rel_attention_decode
+from pallas_kernels import conv_mix, moe_experts, projections, rel_attention_decode
 from pallas_kernels.conv_mix import reference as conv_mix_reference
 from pallas_kernels.moe_experts import reference as moe_reference
 from pallas_kernels.rel_attention_decode import reference as attention_reference
@@ -32,7 +32,7 @@ def trivial_kernel(x):
 
 def cases() -> list[dict]:
     """Returns all rows."""
-    return [*moe_cases(), *attention_cases(), *conv_mix_cases()]
+    return [*moe_cases(), *attention_cases(), *conv_mix_cases(), *projection_cases()]
 
 
 # --- moe_experts
@@ -298,3 +298,60 @@ def conv_mix_cases():
 @functools.cache
 def _conv_mix_setup(*shape):
     return lambda: _conv_mix_inputs(*shape)
+
+
+# --- projections
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _projection_inputs(tokens, rows, columns, copies):
+    keys = jax.random.split(jax.random.key(4), copies + 1)
+    x = jax.random.normal(keys[0], (1, tokens, columns)).astype(jnp.bfloat16)
+    weights = [jax.random.normal(key, (rows, columns), jnp.bfloat16) for key in keys[1:]]
+    return x, tuple(weights)
+
+
+def projection_cases():
+    """Yields the input projections of a sliding layer, `wo` and the head."""
+
+    def case(name, tokens, rows, columns, config=None, plain=False):
+        size = 2 * rows * columns
+        copies = max(round(ROTATE / size), 1)
+
+        def step(i, x, *weights):
+            for weight in weights:
+                if plain:
+                    y = jnp.dot(x[0], weight.T, preferred_element_type=jnp.float32)
+                else:
+                    y = projections.project(x, weight, config=config)[:, 0]
+                # The next product must wait for this one; a sliver of it costs no bandwidth.
+                x = x.at[:, :, :128].set(y[None, :, :128].astype(x.dtype))
+            return x
+
+        variant = "plain xla" if plain else "default"
+        if config:
+            variant = f"r{config.rows} k{config.columns} p{config.parts} s{config.stages}"
+        return {
+            "op": "project", "variant": variant, "shape": f"{name}, {tokens} tok",
+            "step": step, "setup": _projection_setup(tokens, rows, columns, copies),
+            "bytes": size, "calls": copies,
+        }  # fmt: skip
+
+    tile = projections.TileConfig
+    for tokens in (1, 8):
+        yield case("in 15168 x 4608", tokens, 15168, 4608)
+        yield case("in 15168 x 4608", tokens, 15168, 4608, plain=True)
+        yield case("wo 4608 x 6144", tokens, 4608, 6144)
+        yield case("wo 4608 x 6144", tokens, 4608, 6144, plain=True)
+        yield case("head 201024 x 4608", tokens, 201024, 4608)
+        yield case("head 201024 x 4608", tokens, 201024, 4608, plain=True)
+    yield case("in 15168 x 4608", 1, 15168, 4608, tile(parts=2))
+    yield case("in 15168 x 4608", 1, 15168, 4608, tile(columns=256, stages=3))
+    yield case("wo 4608 x 6144", 1, 4608, 6144, tile(parts=4))
+    yield case("wo 4608 x 6144", 1, 4608, 6144, tile(parts=8))
+    yield case("wo 4608 x 6144", 1, 4608, 6144, tile(rows=32, parts=4))
+
+
+@functools.cache
+def _projection_setup(*shape):
+    return lambda: _projection_inputs(*shape)

@@ -8,9 +8,10 @@ import test_kernel_conv_mix as mixing
 import test_kernel_moe_experts as moe
 import test_kernel_rel_attention_decode as attention
 
-from pallas_kernels import conv_mix, moe_experts
+from pallas_kernels import conv_mix, moe_experts, projections
 from pallas_kernels.conv_mix import reference as conv_mix_reference
 from pallas_kernels.moe_experts import reference as moe_reference
+from pallas_kernels.projections import reference as projections_reference
 from pallas_kernels.rel_attention_decode import reference as attention_reference
 from pallas_kernels.rel_attention_decode import rel_attention_decode
 
@@ -107,3 +108,13 @@ def test_conv_mix(tokens, keep, monkeypatch):
     assert_close(out.sources[:, valid], sources[:, valid], 1e-5)
     assert_close(out.gram[valid], gram[valid], 1e-5)
     assert_close(out.state, state, 1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 17, 64])
+def test_projections(tokens):
+    keys = jax.random.split(jax.random.key(np.random.SeedSequence().entropy % 2**31), 2)
+    x = jax.random.normal(keys[0], (3, tokens, 4608)).astype(jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (15150, 4608)).astype(jnp.bfloat16)
+    bounds = (13056, 14080)
+    out = jax.jit(lambda x, w: projections.project(x, w, bounds).sum(axis=1))(x, weight)
+    assert_close(out, projections_reference.project(x, weight, bounds), 1e-5)
