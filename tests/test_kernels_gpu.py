@@ -74,9 +74,9 @@ def test_rel_attention_decode(tokens, window, monkeypatch):
         monkeypatch.setattr(attention, name, value)
     slots = 1032 if window else 5000
     inputs = attention.make_inputs(tokens, 2, tokens, slots, 1024)
-    run = jax.jit(lambda i, *where: rel_attention_decode(*i.values(), *where, window=window))
     reference = attention_reference.rel_attention_decode
-    plain = jax.jit(lambda i, *where: reference(*i.values(), *where, window=window))
+    run = jax.jit(lambda i, s, n: rel_attention_decode(**i, start=s, lengths=n, window=window))
+    plain = jax.jit(lambda i, s, n: reference(**i, start=s, lengths=n, window=window))
     for first in (0, 14, 62, 63, 64, 1015, 1022, 1023, 1024, 1025, 4900):
         start, lengths = [first, first // 2], [tokens, max(tokens - 2, 0)]
         where = (jnp.array(start, jnp.int32), jnp.array(lengths, jnp.int32))

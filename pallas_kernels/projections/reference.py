@@ -13,9 +13,8 @@ def project(x: jax.Array, weight: jax.Array, bounds: tuple[int, ...] = ()) -> ja
       float32 [T, N].
     """
     edges = (0, *bounds, weight.shape[0])
-    wide = jnp.promote_types(x.dtype, jnp.float32)
     out = [
-        x[g].astype(wide) @ weight[low:high].T.astype(wide)
+        x[g].astype(jnp.float32) @ weight[low:high].T.astype(jnp.float32)
         for g, (low, high) in enumerate(itertools.pairwise(edges))
     ]
     return jnp.concatenate(out, axis=1)

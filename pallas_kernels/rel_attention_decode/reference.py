@@ -20,13 +20,12 @@ def rel_attention_decode(
     """Attends from the T newest tokens of each row to its cache (spec: inkling2.md, "Attention").
 
     Arguments and result as `pallas_kernels.rel_attention_decode.rel_attention_decode`; computed in
-    float32 (in the inputs' dtype if that is wider).
+    float32.
     """
     batch, tokens, heads, dim = q.shape
     slots, kv_heads = k.shape[1:3]
     extent = proj.shape[1]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    q, r, k, v, proj, sink, gate = (a.astype(wide) for a in (q, r, k, v, proj, sink, gate))
+    q, r, k, v, proj, sink, gate = (a.astype(jnp.float32) for a in (q, r, k, v, proj, sink, gate))
     query_position = start[:, None] + jnp.arange(tokens)  # B T
     end = (start + lengths)[:, None]
     # The newest position below `end` that lives in each slot of the ring; negative: none yet.
@@ -37,7 +36,7 @@ def rel_attention_decode(
         seen &= distance < window
     v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
     query = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
-    score = jnp.einsum("btkgd,bskd->btkgs", query, k) / jnp.sqrt(jnp.asarray(dim, wide))
+    score = jnp.einsum("btkgd,bskd->btkgs", query, k) / jnp.sqrt(jnp.float32(dim))
     score = score.reshape(batch, tokens, heads, slots)
     table = jnp.einsum("bthr,re->bthe", r, proj)
     near = (distance >= 0) & (distance < extent)
