@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from inkling_jax import ops
 from inkling_jax.cache import ConvState, LayerCache, read_before, write
 from inkling_jax.config import TextConfig
 from inkling_jax.layers import einsum, l2_clip, log_scale, param, rms
@@ -70,16 +71,20 @@ class Attention(nnx.Module):
         k, v, conv = self._keys_and_values(z_k, z_v, cache.conv, start, count)
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
         written = LayerCache(write(cache.k, k, start, count), write(cache.v, v, start, count), conv)
-        if window := self.shape.window:
-            k = jnp.concatenate((read_before(cache.k, start, window - 1), k), axis=1)
-            v = jnp.concatenate((read_before(cache.v, start, window - 1), v), axis=1)
-        else:
-            k, v = written.k, written.v
         q, r = q.astype(dtype), r.astype(dtype)
-        attended = attend(q, k, v, r, self.rel_proj[...], sink, start, window)
-
-        gate = jax.nn.sigmoid(einsum("btd,hkd->bthk", z_q, self.gate[...]))
-        gated = (gate * attended).astype(dtype)
+        gate = einsum("btd,hkd->bthk", z_q, self.gate[...])
+        window, proj = self.shape.window, self.rel_proj[...]
+        if ops.takes_attention(q, r, written.k, window):
+            cached = written.k, written.v
+            gated = ops.attend(q, r, *cached, proj, sink, gate, start, count, window)
+        else:
+            if window:
+                k = jnp.concatenate((read_before(cache.k, start, window - 1), k), axis=1)
+                v = jnp.concatenate((read_before(cache.v, start, window - 1), v), axis=1)
+            else:
+                k, v = written.k, written.v
+            attended = attend(q, k, v, r, proj, sink, start, window)
+            gated = (jax.nn.sigmoid(gate) * attended).astype(dtype)
         return einsum("bthk,dhk->btd", gated, self.wo[...]), written
 
     def _keys_and_values(self, z_k, z_v, conv: ConvState, start, count):

@@ -20,14 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from checkpoints.safetensors_reader import parse_json
-from inkling_jax import decoding, generation
+from inkling_jax import decoding, generation, ops
 from inkling_jax.config import Config
 from inkling_jax.decoding import Seen
 from inkling_jax.drafting import open_speculator, with_costs
 from inkling_jax.errors import InputError
 from inkling_jax.generation import Requests
 from inkling_jax.hub import resolve
-from inkling_jax.loading import load_params, mesh_mistakes
+from inkling_jax.loading import load_params, mesh_mistakes, pack_for_kernels
 from inkling_jax.model import param_shardings
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
 from inkling_jax.prompts import Prompt, PromptInput, make_prompt
@@ -195,6 +195,7 @@ class Engine:
                     self.params, self.config, self.speculator, state, done, steps, alternatives
                 )
             self._hand_out(rows, seen)
+            stats["kernels"] = ops.chosen()
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
 
@@ -322,6 +323,8 @@ def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | N
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
     shardings = mesh and functools.partial(param_shardings, mesh=mesh)
     params = load_params(directory, config, jnp.dtype(dtype), shardings)
+    if mesh is None:
+        params = pack_for_kernels(params, config)
     if speculator is not None:
         if mesh is not None:  # a drafter is small: every device has all of it
             speculator = jax.device_put(speculator, NamedSharding(mesh, PartitionSpec()))

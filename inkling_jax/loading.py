@@ -25,12 +25,13 @@ from checkpoints.key_map import make_plan
 from checkpoints.safetensors_reader import read_index
 from checkpoints.transforms import Leaf, bits
 from checkpoints.transforms import Path as LeafPath
-from inkling_jax import quant
+from inkling_jax import ops, quant
 from inkling_jax.config import Config
 from inkling_jax.errors import InputError
 from inkling_jax.hub import resolve
 from inkling_jax.model import abstract_params, param_specs
-from inkling_jax.quant import QuantTensor
+from inkling_jax.quant import QuantTensor, Weights
+from pallas_kernels.moe_experts import PackedExperts
 from sharding.mesh import MeshConfig, MeshError, abstract_mesh
 
 PARTS = ("values", "scales", "outer")  # of a packed expert, as `QuantTensor` and files name them
@@ -126,6 +127,37 @@ def load_params(
     wanted = dict(zip(paths, jax.tree.leaves(specs), strict=True))
     arrays = orbax_store.restore(directory / PARAMS, wanted, cast=True)
     return jax.tree.map(lambda leaf: arrays[leaf.path], leaves)
+
+
+def pack_for_kernels(params: nnx.State, config: Config) -> nnx.State:
+    """Returns the parameters with experts in the kernels' order, where the device has the kernels.
+
+    The published order is given up matrix stack by matrix stack, and its arrays in `params` are
+    deleted: memory has no room for both. Prefill unpacks an expert when it needs it.
+    """
+    text = config.text
+    dtype: DTypeLike = params["embed"]["weight"].dtype  # pyright: ignore[reportAssignmentType]
+    if not ops.packs_experts(text.hidden_size, text.moe_intermediate_size, dtype):
+        return params
+
+    def packed(path: LeafPath, variable: nnx.Variable) -> nnx.Variable:
+        if path[-2:] not in (("moe", "w13"), ("moe", "w2")):
+            return variable
+        old = variable.get_value()
+        new = jax.block_until_ready(_pack(old, interleaved=path[-1] == "w13"))
+        jax.tree.map(jax.Array.delete, old)
+        return variable.replace(new)
+
+    flat = nnx.to_flat_state(params)
+    return nnx.from_flat_state([(path, packed(_path(path), v)) for path, v in flat])
+
+
+@jax.jit(static_argnames="interleaved")
+def _pack(weights: Weights, interleaved: bool) -> PackedExperts:
+    """Packs a few experts at a time, as codes take more room than words on the way."""
+    every = jax.tree.map(lambda a: a[:, None], weights)
+    packed = jax.lax.map(lambda w: ops.pack_experts(w, interleaved), every, batch_size=8)
+    return jax.tree.map(lambda a: a[:, 0], packed)
 
 
 def check_fits(specs: Iterable[jax.ShapeDtypeStruct], what: Any) -> None:

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from inkling_jax import ops
 from inkling_jax.config import TextConfig
 from inkling_jax.layers import einsum, param, softcap
 from inkling_jax.quant import Weights, dequantize
@@ -89,6 +90,8 @@ def experts(
 
     Packed experts are dequantized as they are used, never all at once.
     """
+    if ops.takes_experts(z, w13, w2):
+        return ops.experts(z, picks, weights, w13, w2, gate_cap, up_cap)
     compute = _gathered if picks.size <= GATHER_PICKS else _by_expert
     swish = functools.partial(swiglu, gate_cap=gate_cap, up_cap=up_cap)
     return compute(z, picks, weights, w13, w2, swish)

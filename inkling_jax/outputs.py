@@ -38,7 +38,8 @@ class GenerationOutput:
       logprobs, prompt_logprobs: per token, where asked for (none for the prompt's first token).
       finish_reason: "stop" after a stop id or string, "length" when the budget was used up.
       reply: thinking, text and tool calls, None without a tokenizer.
-      stats: token counts, seconds, prefill buckets, the context's size, speculative rounds.
+      stats: token counts, seconds, prefill buckets, the context's size, speculative rounds, and
+        what decoded by a kernel (`ops.chosen`).
     """
 
     text: str | None

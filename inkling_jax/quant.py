@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt8
 
+from pallas_kernels.moe_experts import PackedExperts, unpack
+
 Format = Literal["bf16", "f32", "mxfp8", "nvfp4"]
 NVFP4_BLOCK, MXFP8_BLOCK = 16, 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -48,7 +50,7 @@ class QuantTensor:
         return jax.tree.map(lambda a: a[index], self)
 
 
-Weights = Float[Array, "_ _ _"] | QuantTensor
+Weights = Float[Array, "_ _ _"] | QuantTensor | PackedExperts  # the last: in a kernel's order
 
 
 def abstract(shape: tuple[int, int, int], fmt: Format) -> QuantTensor:
@@ -78,6 +80,8 @@ def e2m1(packed: UInt8[Array, "... C"]) -> Float[Array, "... 2*C"]:
 
 def dequantize(weights: Weights, dtype: DTypeLike) -> Float[Array, "_ _ _"]:
     """Returns the weights as a plain array of `dtype`; the product is formed in float32."""
+    if isinstance(weights, PackedExperts):
+        return unpack(weights).astype(dtype)
     if not isinstance(weights, QuantTensor):
         return weights.astype(dtype)
     if weights.outer is not None:

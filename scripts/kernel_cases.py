@@ -53,7 +53,8 @@ def random_packed(key, format, rows, columns, experts):
     else:
         words &= ~0x40004000  # below 2
         scales, outer = None, jnp.ones(experts)
-    return moe_experts.PackedExperts(words, scales, outer)
+    # Which rows are gate rows makes no difference to the kernels.
+    return moe_experts.PackedExperts(words, scales, outer, columns, interleaved=False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
@@ -68,8 +69,8 @@ def _moe_inputs(format, tokens, distinct, inner, experts, valid):
     pick = jnp.arange(tokens * PICKS) % distinct
     offset = (jnp.arange(trips) * distinct)[:, None]
     picked = ((offset + pick) % experts).reshape(trips, tokens, PICKS).astype(jnp.int32)
-    live = jnp.arange(tokens) < valid
-    plans = jax.vmap(lambda p: moe_experts.make_plan(p, live, experts))(picked)
+    picked = jnp.where((jnp.arange(tokens) < valid)[:, None], picked, experts)
+    plans = jax.vmap(lambda p: moe_experts.make_plan(p, experts))(picked)
     y = jnp.zeros((tokens, PICKS, HIDDEN), jnp.float32)
     return (y, y[:, 0]), (x, weights, plans, w13, w2)
 

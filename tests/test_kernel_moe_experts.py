@@ -40,12 +40,12 @@ def run_both(format, tokens, valid, picked, experts, hidden, inner, monkeypatch)
     w2, pack2 = random_experts(keys[1], format, (experts, hidden, inner))
     x = jax.random.normal(keys[2], (tokens, hidden)).astype(jnp.bfloat16)
     weights = jax.random.uniform(keys[3], picked.shape)
-    valid = jnp.array(valid)
-    expected = ref.moe_experts(x, picked, weights, valid, lambda e: w13[e], lambda e: w2[e], **CAPS)
-    plan = ops.make_plan(picked, valid, experts)
-    poisoned = jnp.where(valid[:, None], x, jnp.nan)
+    valid = jnp.array(valid)[:, None]
+    picked = jnp.where(valid, picked, experts)
+    expected = ref.moe_experts(x, picked, weights, w13, w2, **CAPS)
+    poisoned = jnp.where(valid, x, jnp.nan)
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)
-    out = ops.moe_experts(poisoned, weights, valid, plan, pack13(True), pack2(False), **CAPS)
+    out = ops.moe_experts(poisoned, picked, weights, pack13(True), pack2(False), **CAPS)
     # bfloat16 activations between the projections may round to the other neighbour.
     scale = float(jnp.abs(expected).max())
     np.testing.assert_allclose(out, expected, atol=4e-3 * scale)
@@ -100,12 +100,23 @@ def test_packing_is_exact(format, interleaved):
     np.testing.assert_array_equal(read, w[0, order])
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "bfloat16"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_unpacking_gives_back_every_value(format, interleaved):
+    w, pack = random_experts(jax.random.key(8), format, (2, 64, 96))
+    packed = pack(interleaved)
+    assert packed.shape == w.shape and packed.format == format
+    np.testing.assert_array_equal(ops.unpack(packed), w)
+    np.testing.assert_array_equal(ops.unpack(packed[jnp.array([1])]), w[1:])
+
+
 def test_plan_lists_valid_picks_once():
     rng = np.random.default_rng(0)
     picked = np.stack([rng.permutation(12)[:3] for _ in range(17)]).astype(np.int32)
     picked[:11, 0] = np.where((picked[:11] == 7).any(1), picked[:11, 0], 7)
     valid = np.arange(17) % 4 != 1
-    plan = jax.tree.map(np.asarray, ops.make_plan(jnp.array(picked), jnp.array(valid), 12))
+    picked[~valid] = 12
+    plan = jax.tree.map(np.asarray, ops.make_plan(jnp.array(picked), 12))
     busy = plan.count > 0
     assert not busy[busy.argmin() :].any() or busy.all(), "idle items come last"
     assert plan.count.max() <= 8
@@ -119,7 +130,7 @@ def test_plan_lists_valid_picks_once():
 
 
 def test_plan_of_no_valid_row_is_idle():
-    plan = ops.make_plan(jnp.zeros((3, 2), jnp.int32), jnp.zeros(3, bool), 4)
+    plan = ops.make_plan(jnp.full((3, 2), 4, jnp.int32), 4)
     assert not np.asarray(plan.count).any()
 
 

@@ -51,6 +51,7 @@ CASES = [
     pytest.param(8, [9, 50], [8, 0], None, 58, id="eight tokens, an empty row"),
     pytest.param(1, [23, 24], [1, 1], 24, 25, id="window full and just passed"),
     pytest.param(5, [90, 7], [5, 2], 24, 28, id="ring wrapped"),
+    pytest.param(5, [13, 7], [5, 2], 24, 20, id="fewer slots than the window"),
 ]
 
 
@@ -107,10 +108,10 @@ def test_bias_ends_at_its_reach():
 
 
 def test_refusals_name_the_value():
-    inputs = make_inputs(0, 1, 2, 16, 4)
+    inputs = make_inputs(0, 1, 3, 17, 4)
     one = jnp.zeros(1, jnp.int32)
-    with pytest.raises(ValueError, match="16 slots cannot hold a window of 16 for 2 tokens"):
+    with pytest.raises(ValueError, match="17 slots cannot hold a window of 16 for 3 tokens"):
         rel_attention_decode(*inputs.values(), one, one, window=16)
-    inputs["q"] = inputs["q"][..., :48]
+    inputs = {n: a[..., :48] if a.shape[-1] == DIM else a for n, a in inputs.items()}
     with pytest.raises(ValueError, match="head_dim is 48"):
         rel_attention_decode(*inputs.values(), one, one, window=None)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "backend": jax.default_backend(),
         "devices": [_device(d) for d in jax.devices()],
-        "kernels": "plain JAX",
+        "kernels": _kernels(),
         "advice": _advice(jax.default_backend()),
     }
     if not args.json:
@@ -43,6 +43,14 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _kernels() -> str:
+    from inkling_jax import ops
+
+    if refusal := ops.device_refusal():
+        return f"plain JAX, {refusal}"
+    return f"{ops.EXPERTS}, {ops.ATTENTION} (--verbose logs each choice)"
 
 
 def _device(device: Any) -> dict[str, Any]:

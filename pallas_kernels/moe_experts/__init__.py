@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float, Int
 
 from pallas_kernels.moe_experts import kernel_sm90, tiles
 from pallas_kernels.moe_experts.pack import (
@@ -11,6 +12,7 @@ from pallas_kernels.moe_experts.pack import (
     pack_nvfp4,
 )
 from pallas_kernels.moe_experts.plan import Plan, make_plan, work_items
+from pallas_kernels.moe_experts.unpack import unpack
 
 __all__ = [
     "PackedExperts",
@@ -21,6 +23,7 @@ __all__ = [
     "pack_bfloat16",
     "pack_mxfp8",
     "pack_nvfp4",
+    "unpack",
     "unsupported",
     "work_items",
 ]
@@ -42,33 +45,33 @@ def unsupported(tokens: int, hidden: int, inner: int, dtype: jax.typing.DTypeLik
 
 
 def moe_experts_slots(
-    x: jax.Array,
-    weights: jax.Array,
+    x: BFloat16[Array, "T D"],
+    weights: Float[Array, "T k"],
     plan: Plan,
     w13: PackedExperts,
     w2: PackedExperts,
     *,
     gate_softcap: float,
     up_softcap: float,
-) -> jax.Array:
+) -> Float[Array, "T k D"]:
     """Runs the planned experts and leaves the sum over a token's picks to the consumer.
 
     Args:
-      x: bfloat16 [T, D]; rows outside the plan are not read.
-      weights: float32 [T, k] routing weights.
-      plan: the work, from `make_plan` or the router kernel.
-      w13: packed [N, 2 I, D], rows interleaved.
+      x: activations; rows outside the plan are not read.
+      weights: float32 routing weights.
+      plan: the work, from `make_plan`.
+      w13: packed [N, 2 I, D], interleaved.
       w2: packed [N, D, I].
       gate_softcap, up_softcap: c in c tanh(x / c).
 
     Returns:
-      float32 [T, k, D], weighted; rows outside the plan hold anything.
+      float32, weighted; slots outside the plan hold anything.
 
     Raises:
       ValueError: a shape or dtype that the kernel does not take.
     """
     tokens, hidden = x.shape
-    inner = w13.words.shape[1] * 16
+    inner = w2.columns
     if reason := unsupported(tokens, hidden, inner, x.dtype):
         raise ValueError(f"moe_experts: {reason}")
     if weights.shape[0] * weights.shape[1] != plan.order.shape[0]:
@@ -80,20 +83,22 @@ def moe_experts_slots(
 
 
 def moe_experts(
-    x: jax.Array,
-    weights: jax.Array,
-    valid: jax.Array,
-    plan: Plan,
+    x: BFloat16[Array, "T D"],
+    picked: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
     w13: PackedExperts,
     w2: PackedExperts,
     *,
     gate_softcap: float,
     up_softcap: float,
-) -> jax.Array:
-    """The experts' weighted sum, float32 [T, D]; zeros where `valid` (bool [T]) is false.
+) -> Float[Array, "T D"]:
+    """The float32 sum of a token's experts by their weights; a pick of N or more is no expert.
 
-    The other arguments are those of `moe_experts_slots`.
+    A row that picks none is not read and gives zeros. The other arguments are those of
+    `moe_experts_slots`.
     """
+    experts = w13.shape[0]
+    plan = make_plan(picked, experts)
     softcaps = dict(gate_softcap=gate_softcap, up_softcap=up_softcap)
     y = moe_experts_slots(x, weights, plan, w13, w2, **softcaps)
-    return jnp.where(valid[:, None], y.sum(axis=1), 0)
+    return jnp.where((picked < experts)[..., None], y, 0).sum(axis=1)

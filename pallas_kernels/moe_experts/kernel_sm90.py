@@ -29,7 +29,7 @@ def gate_up(
 ) -> jax.Array:
     """[T, D] -> activations [T * k, I] of every planned slot; the other rows stay unwritten."""
     slots = plan.order.shape[0]
-    inner = w13.words.shape[1] * 16
+    inner = w13.shape[1] // 2
     k = slots // x.shape[0]
 
     def finish(sums, expert, slot, row, keep, outer, out):
@@ -45,7 +45,7 @@ def down(
     h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, tiles: TileConfig
 ) -> jax.Array:
     """[T * k, I] -> float32 [T * k, D], each planned slot times its weight."""
-    slots, rows = h.shape[0], w2.words.shape[1] * 32
+    slots, rows = h.shape[0], w2.shape[1]
 
     def finish(sums, expert, slot, row, keep, outer, out, weight):
         scale = outer * plt.load(weight.at[slot], mask=keep, other=0.0)

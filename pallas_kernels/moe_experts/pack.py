@@ -6,48 +6,75 @@ two halves of its K (which column sits where in K is free, as long as the activa
 A tile is two fragments: gate and up rows of w13, two times 16 rows of w2.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, BFloat16, Float, Int32, Shaped, UInt8
 
 WORDS = 128  # int32 words in one 16-byte load of a warp: 32 lanes x 4
-LOADS = {"nvfp4": 1, "mxfp8": 2, "bfloat16": 4}  # such loads per fragment
+Format = Literal["nvfp4", "mxfp8", "bfloat16"]
+LOADS: dict[Format, int] = {"nvfp4": 1, "mxfp8": 2, "bfloat16": 4}  # such loads per fragment
 
 # e2m1 times 2^-126 is what its bits mean as bfloat16, and scales are stored times 2^100.
-_NVFP4_REPAIR = 2.0**26
+NVFP4_REPAIR = 2.0**26
 # e4m3 times 2^-120; the largest scale of an expert becomes 2^113.
-_MXFP8_REPAIR_EXPONENT = -120
-_MXFP8_TOP = 240
+MXFP8_REPAIR_EXPONENT = -120
+MXFP8_TOP = 240
 
 # Bit of (sign, exponent 1, exponent 0, mantissa) of a code in its 16-bit half, for each of the four
 # pairs of an MMA: shifts by 6, 2 and -4 and the left-over bits put them where bfloat16 wants them.
 # The sign of pair 2 lies in the other half: its shift is a rotation of the whole word.
-_NVFP4_BITS = ((9, 2, 1, 0), (13, 6, 5, 4), (3, 12, 11, 10), (15, 8, 7, 14))
+NVFP4_BITS = ((9, 2, 1, 0), (13, 6, 5, 4), (3, 12, 11, 10), (15, 8, 7, 14))
 
 
-class PackedExperts(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words", "scales", "outer"],
+    meta_fields=["columns", "interleaved"],
+)
+@dataclasses.dataclass(frozen=True)
+class PackedExperts:
     """Expert matrices [n, R, C] in lane order; the format shows in `words.shape[4]` (see LOADS).
 
     Attributes:
-      words: int32 [n, R / 32, ceil(C / 64), 2, loads, 128].
-      scales: uint8 [n, R / 32, ceil(C / 64), 128 or 64], per lane or pair of lanes four bytes:
-        rows g and g + 8 of the first fragment, then of the second; None for bfloat16.
-      outer: float32 [n], what a product must be multiplied by at the end.
+      words: R / 32 tiles in ceil(C / 64) steps, 16 bytes of weights per lane and load.
+      scales: per lane, or pair of lanes for MXFP8, four bytes: rows g and g + 8 of the first
+        fragment, then of the second; None for bfloat16.
+      outer: what a product must be multiplied by at the end.
+      columns: C; short last steps are filled with zeros.
+      interleaved: rows of the matrices run gate0, up0, gate1, ... (w13).
     """
 
-    words: jax.Array
-    scales: jax.Array | None
-    outer: jax.Array
+    words: Int32[Array, "n tiles steps 2 loads 128"]
+    scales: UInt8[Array, "n tiles steps lanes"] | None
+    outer: Float[Array, " n"]
+    columns: int
+    interleaved: bool
 
     @property
-    def format(self) -> str:
+    def format(self) -> Format:
         return next(name for name, loads in LOADS.items() if loads == self.words.shape[4])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape counted in weights, [n, R, C]."""
+        return self.words.shape[0], 32 * self.words.shape[1], self.columns
+
+    def __getitem__(self, index) -> "PackedExperts":
+        """Selects along the leading axis; an array of indices gives as many matrices."""
+        return jax.tree.map(lambda a: a[index], self)
 
 
 def pack_nvfp4(
-    values: jax.Array, scales: jax.Array, outer: jax.Array, *, interleaved: bool
+    values: UInt8[Array, "n R half"],
+    scales: Shaped[Array, "n R blocks"],
+    outer: Float[Array, " n"],
+    *,
+    interleaved: bool,
 ) -> PackedExperts:
     """Packs NVFP4 experts; exact.
 
@@ -66,7 +93,7 @@ def pack_nvfp4(
     codes = jnp.where(by_column & 127 == 0, 0, codes ^ ((by_column >> 7) << 3))
     codes = _fragments(codes, interleaved).astype(jnp.uint32)  # [..., j, kk, h, b]
     word = jnp.zeros(codes.shape[:-3], jnp.uint32)
-    for pair, (sign, *bits) in enumerate(_NVFP4_BITS):
+    for pair, (sign, *bits) in enumerate(NVFP4_BITS):
         for b in range(2):
             code = codes[..., pair // 2, pair % 2, b]
             sign_half = 1 - b if pair == 2 else b
@@ -74,11 +101,13 @@ def pack_nvfp4(
             for i, bit in enumerate(bits):
                 word |= (code >> (2 - i) & 1) << (bit + 16 * b)
     lanes = _lane_scales(_e5m3(scales), interleaved, 1)
-    outer = outer.astype(jnp.float32) * _NVFP4_REPAIR
-    return PackedExperts(_words(word[..., None]), lanes, outer)
+    outer = outer.astype(jnp.float32) * NVFP4_REPAIR
+    return PackedExperts(_words(word[..., None]), lanes, outer, 2 * half, interleaved)
 
 
-def pack_mxfp8(values: jax.Array, scales: jax.Array, *, interleaved: bool) -> PackedExperts:
+def pack_mxfp8(
+    values: Shaped[Array, "n R C"], scales: UInt8[Array, "n R blocks"], *, interleaved: bool
+) -> PackedExperts:
     """Packs MXFP8 experts; exact but for blocks 2^113 below the largest of their expert.
 
     Args:
@@ -95,19 +124,21 @@ def pack_mxfp8(values: jax.Array, scales: jax.Array, *, interleaved: bool) -> Pa
         half |= (second >> 7) << 11 | (second >> 4 & 7) << 12 | second & 15
         word |= half << (16 * b)
     top = scales.max(axis=(1, 2))
-    shifted = scales.astype(jnp.int32) - top[:, None, None].astype(jnp.int32) + _MXFP8_TOP
+    shifted = scales.astype(jnp.int32) - top[:, None, None].astype(jnp.int32) + MXFP8_TOP
     lanes = _lane_scales(jnp.maximum(shifted, 0).astype(jnp.uint8), interleaved, 2)
-    exponent = top.astype(jnp.int32) + _MXFP8_REPAIR_EXPONENT
-    return PackedExperts(_words(word), lanes, jnp.ldexp(jnp.float32(1), exponent))
+    exponent = top.astype(jnp.int32) + MXFP8_REPAIR_EXPONENT
+    outer = jnp.ldexp(jnp.float32(1), exponent)
+    return PackedExperts(_words(word), lanes, outer, values.shape[2], interleaved)
 
 
-def pack_bfloat16(weight: jax.Array, *, interleaved: bool) -> PackedExperts:
+def pack_bfloat16(weight: BFloat16[Array, "n R C"], *, interleaved: bool) -> PackedExperts:
     """Packs bfloat16 experts [n, R, C]; `interleaved`: rows run gate0, up0, gate1, ... (w13)."""
     halves = _fragments(lax.bitcast_convert_type(weight, jnp.uint16), interleaved)
     halves = halves.astype(jnp.uint32)
     word = halves[..., 0] | halves[..., 1] << 16  # [..., j, kk, h]
     word = word.reshape(*word.shape[:-2], 4)
-    return PackedExperts(_words(word), None, jnp.ones(weight.shape[0], jnp.float32))
+    outer = jnp.ones(weight.shape[0], jnp.float32)
+    return PackedExperts(_words(word), None, outer, weight.shape[2], interleaved)
 
 
 def _fragments(x: jax.Array, interleaved: bool) -> jax.Array:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 ROWS = 8  # rows of activations that share one pass over an expert's weights (N of an MMA)
 
@@ -15,13 +15,13 @@ class Plan(NamedTuple):
       expert: int32 [W] expert of the item.
       start: int32 [W] where the item's slots begin in `order`.
       count: int32 [W] how many they are, at most ROWS; 0: nothing to do.
-      order: int32 [T * k] the slots sorted by expert, those of rows that are not valid last.
+      order: int32 [T * k] the slots sorted by expert, those that pick none last.
     """
 
-    expert: jax.Array
-    start: jax.Array
-    count: jax.Array
-    order: jax.Array
+    expert: Int[Array, " W"]
+    start: Int[Array, " W"]
+    count: Int[Array, " W"]
+    order: Int[Array, " slots"]
 
 
 def work_items(tokens: int, k: int, experts: int) -> int:
@@ -29,23 +29,24 @@ def work_items(tokens: int, k: int, experts: int) -> int:
     return min(tokens * k, min(experts, tokens * k) + tokens * k // ROWS)
 
 
-def make_plan(picked: jax.Array, valid: jax.Array, experts: int) -> Plan:
-    """Groups the picks of valid rows by expert, in items of at most ROWS.
+def make_plan(picked: Int[Array, "T k"], experts: int) -> Plan:
+    """Groups picks by expert, in items of at most ROWS.
 
     Args:
-      picked: int32 [T, k] the experts of each row, distinct within a row.
-      valid: bool [T].
+      picked: int32, the experts of each row, distinct within a row; `experts` or more: none.
       experts: how many experts there are.
     """
     tokens, k = picked.shape
-    flat = jnp.where(valid[:, None], picked, experts).reshape(-1)
+    flat = picked.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = (flat[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
     ends = jnp.cumsum(counts)
     items = -(-counts // ROWS)
     item_ends = jnp.cumsum(items)
     item = jnp.arange(work_items(tokens, k, experts), dtype=jnp.int32)
-    expert = jnp.searchsorted(item_ends, item, side="right").astype(jnp.int32)
+    # Compared with all: a search by halves is a loop, which breaks up a captured decode step.
+    expert = jnp.searchsorted(item_ends, item, side="right", method="compare_all")
+    expert = expert.astype(jnp.int32)
     busy = expert < experts
     expert = jnp.minimum(expert, experts - 1)
     skipped = (item - (item_ends[expert] - items[expert])) * ROWS

@@ -4,7 +4,7 @@ Decoding costs two or three integer instructions for two weights and one multipl
 scale, both weights at once in a bfloat16x2 register, which is exactly what an MMA lane needs.
 """
 
-from pallas_kernels.moe_experts.pack import LOADS
+from pallas_kernels.moe_experts.pack import LOADS, Format
 
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -12,7 +12,7 @@ _MMA = (
 )
 
 
-def fragment_product(format: str, fragment: int) -> tuple[str, str]:
+def fragment_product(format: Format, fragment: int) -> tuple[str, str]:
     """Returns the assembly and its constraints for fragment 0 or 1 of a tile.
 
     Operands, four elements of each tensor at a time: out accumulators ($0...$3); in words, one
@@ -38,7 +38,7 @@ def fragment_product(format: str, fragment: int) -> tuple[str, str]:
     return "{\n" + "\n".join(lines) + "\n}", ",".join(constraints)
 
 
-def _scales(format: str, register: str, fragment: int) -> list[str]:
+def _scales(format: Format, register: str, fragment: int) -> list[str]:
     """Puts the scales of rows g and g + 8 into both halves of s0 and s1."""
     lines = []
     for h in range(2):

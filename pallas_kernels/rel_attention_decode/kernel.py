@@ -156,14 +156,14 @@ def _near_proj(proj_ref, start, position, tokens):
     return plt.load(at, mask=near, other=0)
 
 
-def combine(partial_out, lse, sink, gate, lengths, interpret):
-    """Joins the splits, the sink and the output gate: [B, T, H, d] in the gate's dtype."""
+def combine(partial_out, lse, sink, gate, lengths, dtype, interpret):
+    """Joins the splits, the sink and the output gate: [B, T, H, d] in `dtype`."""
     batch, tokens, heads, _ = gate.shape
     kv_heads = partial_out.shape[1]
     return pl.pallas_call(
         functools.partial(_combine_body, heads // kv_heads),
         grid=(heads, tokens, batch),
-        out_shape=jax.ShapeDtypeStruct(gate.shape, gate.dtype),
+        out_shape=jax.ShapeDtypeStruct(gate.shape, dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="rel_attention_combine",

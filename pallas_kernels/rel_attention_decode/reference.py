@@ -2,21 +2,22 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 
 def rel_attention_decode(
-    q: jax.Array,
-    r: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    proj: jax.Array,
-    sink: jax.Array,
-    gate: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
+    q: Float[Array, "B T H d"],
+    r: Float[Array, "B T H R"],
+    k: Float[Array, "B S K d"],
+    v: Float[Array, "B S K d"],
+    proj: Float[Array, "R E"],
+    sink: Float[Array, "B T H"],
+    gate: Float[Array, "B T H d"],
+    start: Int[Array, " B"],
+    lengths: Int[Array, " B"],
     *,
     window: int | None,
-) -> jax.Array:
+) -> Float[Array, "B T H d"]:
     """Attends from the T newest tokens of each row to its cache (spec: inkling2.md, "Attention").
 
     Arguments and result as `pallas_kernels.rel_attention_decode.rel_attention_decode`; computed in
