@@ -145,7 +145,8 @@ def pack_for_kernels(params: nnx.State, config: Config) -> nnx.State:
             return variable
         old = variable.get_value()
         new = jax.block_until_ready(_pack(old, interleaved=path[-1] == "w13"))
-        jax.tree.map(jax.Array.delete, old)
+        for array in jax.tree.leaves(old):
+            array.delete()
         return variable.replace(new)
 
     flat = nnx.to_flat_state(params)

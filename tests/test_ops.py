@@ -1,0 +1,171 @@
+"""What runs as a kernel, that a GPU's decode step is made of kernels, and what it computes."""
+
+import dataclasses
+import logging
+from collections import Counter
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ptx_emulator
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from inkling_jax import attention, model, moe, ops, quant, short_conv
+from inkling_jax.cache import init_cache
+from inkling_jax.config import FULL, SLIDING
+from inkling_jax.generation import decode
+from inkling_jax.loading import pack_for_kernels
+from inkling_jax.model import abstract_params
+from pallas_kernels.moe_experts import kernel_sm90
+from pallas_kernels.rel_attention_decode import kernel
+
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64}
+CONFIG = dataclasses.replace(
+    helpers.TINY,
+    text=dataclasses.replace(
+        helpers.TEXT,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        d_rel=16,
+        num_hidden_layers=2,
+        layer_types=(SLIDING, FULL),
+        **HEADS,
+        **{f"swa_{name}": value for name, value in HEADS.items()},
+    ),
+    vision=dataclasses.replace(helpers.VISION, text_hidden_size=64),
+)
+MAX_BLOCK = 4
+
+
+def bfloat16_params():
+    """Parameters with NVFP4 experts in layer 0, MXFP8 in layer 1."""
+    specs = abstract_params(CONFIG, jnp.bfloat16)
+    params = jax.tree.map(lambda a, s: a.astype(s.dtype), helpers.tiny_params(CONFIG), specs)
+    for layer, fmt in enumerate((quant.quantize_nvfp4, quant.quantize_mxfp8)):
+        experts = params["layers"][layer]["moe"]
+        for name in ("w13", "w2"):
+            experts[name] = experts[name].replace(fmt(experts[name].get_value()))
+    return params
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Chooses as on a GPU, forgetting what was chosen before."""
+    monkeypatch.setattr(ops, "device_refusal", lambda: None)
+    monkeypatch.setattr(ops, "_chosen", {})
+    ops._announce.cache_clear()
+
+
+def read_twice(params, tokens):
+    """Logits of a ragged block of tokens a row, then of one more token."""
+    cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
+    run = jax.jit(decode, static_argnums=1)
+    lengths = jnp.array([4, 2], jnp.int32)
+    block, cache = run(params, CONFIG, tokens[:, :4], cache, lengths)
+    one, _ = run(params, CONFIG, tokens[:, 4:], cache)
+    real = np.arange(4) < np.array(lengths)[:, None]
+    return np.concatenate([np.asarray(block)[real], np.asarray(one)[:, 0]])
+
+
+@pytest.fixture
+def float32_products(monkeypatch):
+    """Widens the operands of products, which XLA's CPU takes in bfloat16 only here and there."""
+
+    def wide(product):
+        return lambda *args, **options: product(
+            *(a.astype(jnp.float32) if isinstance(a, jax.Array) else a for a in args), **options
+        )
+
+    for module in (attention, model, moe, short_conv):
+        monkeypatch.setattr(module, "einsum", wide(module.einsum), raising=False)
+    monkeypatch.setattr(kernel.plt, "dot", wide(kernel.plt.dot))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("float32_products")
+def test_kernels_compute_what_the_plain_step_computes(on_gpu, monkeypatch):
+    tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], jnp.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "device_refusal", lambda: "it is told not to")
+        plain = read_twice(bfloat16_params(), tokens)
+        assert ops.chosen() == dict.fromkeys((ops.EXPERTS, ops.ATTENTION), "it is told not to")
+    ptx_emulator.interpreted(monkeypatch, kernel_sm90)
+    out = read_twice(pack_for_kernels(bfloat16_params(), CONFIG), tokens)
+    assert ops.chosen() == dict.fromkeys((ops.EXPERTS, ops.ATTENTION), ops.KERNEL)
+    error = np.linalg.norm(out - plain) / np.linalg.norm(plain)
+    assert 0 < error < 0.02
+
+
+def primitives(jaxpr, found):
+    """Counts the primitives of a program, kernels as one."""
+    for equation in jaxpr.eqns:
+        found[equation.primitive.name] += 1
+        if equation.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(equation.params):
+                primitives(inner, found)
+    return found
+
+
+@pytest.mark.parametrize("tokens", [1, MAX_BLOCK])
+def test_a_decode_step_has_four_kernels_a_layer_and_no_branch(tokens, on_gpu):
+    params = pack_for_kernels(bfloat16_params(), CONFIG)
+    cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
+    ids = jnp.zeros((2, tokens), jnp.int32)
+    program = jax.make_jaxpr(decode, static_argnums=1)(params, CONFIG, ids, cache)
+    found = primitives(program.jaxpr, Counter())
+    assert found["pallas_call"] == 4 * CONFIG.text.num_hidden_layers
+    assert not {"cond", "while", "scan"} & set(found)
+
+
+def test_prefill_reads_the_packed_experts(on_gpu):
+    """More tokens than the kernel takes: the plain path unpacks, and agrees with itself."""
+    z = jax.random.normal(jax.random.key(0), (65, 64)).astype(jnp.bfloat16)
+    picks = jnp.tile(jnp.array([[0, 3]], jnp.int32), (65, 1))
+    weights = jnp.ones((65, 2))
+    moes = [p["layers"][0]["moe"] for p in (bfloat16_params(), bfloat16_params())]
+    for name in ("w13", "w2"):
+        packed = ops.pack_experts(moes[1][name].get_value(), interleaved=name == "w13")
+        moes[1][name] = moes[1][name].replace(packed)
+    plain, packed = (
+        moe.experts(z, picks, weights, m["w13"].get_value(), m["w2"].get_value(), 4.0, 25.0)
+        for m in moes
+    )
+    np.testing.assert_array_equal(plain, packed)
+    assert ops.EXPERTS not in ops.chosen()
+
+
+def test_a_choice_is_logged_once(on_gpu, caplog):
+    caplog.set_level(logging.INFO, "inkling_jax.ops")
+    q, r = jnp.zeros((1, 2, 6, 64), jnp.bfloat16), jnp.zeros((1, 2, 6, 16), jnp.bfloat16)
+    k = jnp.zeros((1, 32, 1, 64), jnp.bfloat16)
+    for _ in range(2):
+        assert ops.takes_attention(q, r, k, 16)
+        assert not ops.takes_attention(q[..., :48], r, k[..., :48], 16)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "rel_attention_decode: kernel"),
+        ("WARNING", "rel_attention_decode: plain JAX, head_dim is 48, not 64 or 128"),
+    ]
+    assert ops.chosen() == {ops.ATTENTION: "head_dim is 48, not 64 or 128"}
+
+
+def test_refusals_name_what_does_not_fit(on_gpu):
+    z = jnp.zeros((1, 64), jnp.float32)
+    params = bfloat16_params()["layers"][0]["moe"]
+    w13, w2 = (params[name].get_value() for name in ("w13", "w2"))
+    assert not ops.takes_experts(z, w13, w2)
+    assert ops.chosen()[ops.EXPERTS] == "activations are float32, not bfloat16"
+    assert not ops.takes_experts(z.astype(jnp.bfloat16), w13, w2)
+    assert ops.chosen()[ops.EXPERTS] == "the experts were not packed by `load`"
+    q, r, k = (jnp.zeros(s, jnp.float32) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
+    assert not ops.takes_attention(q, r, k, None)
+    assert "float32" in ops.chosen()[ops.ATTENTION]
+
+
+def test_a_cpu_packs_nothing():
+    params = bfloat16_params()
+    assert ops.device_refusal() == "the platform is cpu"
+    assert pack_for_kernels(params, CONFIG) is params
+    assert isinstance(nnx.to_pure_dict(params)["layers"][0]["moe"]["w13"], quant.QuantTensor)
