@@ -1,41 +1,40 @@
-"""Runs the inline PTX of moe_experts on arrays, so that its kernel can be interpreted on the CPU.
+"""Runs the inline PTX of moe_experts in NumPy, so that its kernel can be interpreted on the CPU.
 
 Registers are uint32 (or float32) arrays with one entry per lane of all warps.
 """
 
+import functools
 import re
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-from jax import lax
 
 
 def elementwise_inline_asm(asm, *, args, constraints, pack, result_shape_dtypes):
     """Stands in for `pallas.triton.elementwise_inline_asm`: one float32 result, four a thread."""
     assert pack == 4 and constraints.startswith("=&f,=&f,=&f,=&f,")
-    operands = [None] * 4 + [register for arg in args for register in _registers(arg)]
-    assert len(operands) == len(constraints.split(","))
-    registers = {f"${i}": operand for i, operand in enumerate(operands)}
-    for line in asm.strip("{}\n").split(";"):
-        opcode, *rest = line.split(None, 1)[:2] or [""]
-        if opcode and opcode != ".reg":
-            _run(opcode, rest[0], registers)
     [result] = result_shape_dtypes
-    out = jnp.stack([registers[f"${i}"] for i in range(4)], axis=-1)
-    return [out.reshape(result.shape)]
+    run = functools.partial(_emulate, asm, len(constraints.split(",")))
+    return [jax.pure_callback(run, result, *args)]
+
+
+def _emulate(asm, operand_count, *args):
+    operands = [None] * 4 + [register for arg in args for register in _registers(np.asarray(arg))]
+    assert len(operands) == operand_count
+    registers = {f"${i}": operand for i, operand in enumerate(operands)}
+    with np.errstate(all="ignore"):
+        for line in asm.strip("{}\n").split(";"):
+            opcode, *rest = line.split(None, 1)[:2] or [""]
+            if opcode and opcode != ".reg":
+                _run(opcode, rest[0], registers)
+    return np.stack([registers[f"${i}"] for i in range(4)], axis=-1).reshape(-1)
 
 
 def _registers(x):
     """The 32-bit registers that hold four consecutive elements of a thread."""
-    x = x.reshape(-1, 4)
-    if x.dtype in (jnp.int32, jnp.float32):
-        kind = jnp.uint32 if x.dtype == jnp.int32 else jnp.float32
-        return [lax.bitcast_convert_type(x[:, i], kind) for i in range(4)]
-    bits = 8 * x.dtype.itemsize
-    x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
-    x = x.reshape(-1, 4 * bits // 32, 32 // bits)
-    return [sum(x[:, i, j] << (bits * j) for j in range(32 // bits)) for i in range(x.shape[1])]
+    kind = np.float32 if x.dtype == np.float32 else np.uint32
+    return list(np.ascontiguousarray(x).reshape(-1, 4).view(kind).T)
 
 
 def _run(opcode, operands, registers):
@@ -63,55 +62,52 @@ def _run(opcode, operands, registers):
 
 
 def _lop3(a, b, c, table):
-    table = int(table)
-    out = jnp.zeros_like(a | b | c)
+    out = np.zeros_like(a | b | c)
     for i in range(8):
-        if table >> i & 1:
+        if int(table) >> i & 1:
             terms = [v if i >> (2 - n) & 1 else ~v for n, v in enumerate((a, b, c))]
             out |= terms[0] & terms[1] & terms[2]
     return out
 
 
 def _prmt(a, b, selector):
-    out = jnp.zeros_like(a)
+    out = np.zeros_like(a)
     for i in range(4):
         pick = int(selector) >> (4 * i) & 7
         out |= ((a if pick < 4 else b) >> (8 * (pick % 4)) & 255) << (8 * i)
     return out
 
 
+def _halves(register):
+    """[lanes, 2] bfloat16, the lower half first."""
+    return np.ascontiguousarray(register).view(ml_dtypes.bfloat16).reshape(-1, 2)
+
+
 def _mul_bf16x2(a, b):
-    """By integers, since XLA flushes subnormal numbers on the CPU."""
-    out = jnp.zeros_like(a)
-    for half in (0, 16):
-        sign, magnitude = jnp.uint32(0), []
-        for bits in (a >> half & 0xFFFF, b >> half & 0xFFFF):
-            exponent = (bits >> 7 & 255).astype(jnp.int32)
-            mantissa = (bits & 127).astype(jnp.int32) + jnp.where(exponent > 0, 128, 0)
-            magnitude.append((mantissa, jnp.maximum(exponent, 1) - 134))
-            sign ^= bits >> 15
-        (m, e), (n, f) = magnitude
-        product = jnp.ldexp((m * n).astype(jnp.float32), e + f).astype(jnp.bfloat16)
-        bits = lax.bitcast_convert_type(product, jnp.uint16).astype(jnp.uint32)
-        out |= (bits | sign << 15) << half
-    return out
+    """From integers, since XLA's threads flush subnormal numbers, which 4-bit codes are."""
+
+    def wide(register):
+        bits = _halves(register).view(np.uint16).astype(np.int32)
+        exponent = bits >> 7 & 255
+        mantissa = (bits & 127) + np.where(exponent > 0, 128, 0)
+        magnitude = np.ldexp(mantissa.astype(np.float64), np.maximum(exponent, 1) - 134)
+        return np.where(bits >> 15 == 1, -magnitude, magnitude)
+
+    product = (wide(a) * wide(b)).astype(np.float32).astype(ml_dtypes.bfloat16)
+    return product.view(np.uint32).reshape(-1)
 
 
 def _mma(a, b, c):
     """m16n8k16 by the fragment layouts of the PTX manual; lane 4g + t."""
 
-    def pair(register):  # [warps, g, t, 2]
-        halves = jnp.stack([register & 0xFFFF, register >> 16], axis=-1).astype(jnp.uint16)
-        return lax.bitcast_convert_type(halves, jnp.bfloat16).reshape(-1, 8, 4, 2)
-
     def join(low, high):  # columns 2t, 2t + 1 of the lower and of the upper eight
-        return jnp.concatenate([pair(r).reshape(-1, 8, 8) for r in (low, high)], axis=2)
+        return np.concatenate([_halves(r).reshape(-1, 8, 8) for r in (low, high)], axis=2)
 
-    left = jnp.concatenate([join(a[0], a[2]), join(a[1], a[3])], axis=1)  # rows g, g + 8
+    left = np.concatenate([join(a[0], a[2]), join(a[1], a[3])], axis=1)  # rows g, g + 8
     right = join(b[0], b[1])  # [warps, n = g, k]
-    product = jnp.einsum("wmk,wnk->wmn", *(v.astype(jnp.float32) for v in (left, right)))
+    product = np.einsum("wmk,wnk->wmn", *(v.astype(np.float32) for v in (left, right)))
     product = product.reshape(-1, 2, 8, 4, 2)  # warp, row half, g, t, n % 2
-    return [product[:, i // 2, :, :, i % 2].reshape(-1) + c[i].astype(np.float32) for i in range(4)]
+    return [product[:, i // 2, :, :, i % 2].reshape(-1) + c[i] for i in range(4)]
 
 
 def interpreted(monkeypatch, kernel):
