@@ -1,4 +1,4 @@
-"""Every decode kernel on the GPU at production widths, against its reference in float32."""
+"""Every decode kernel on the GPU at production widths, against its reference; and the model."""
 
 import functools
 
@@ -9,7 +9,12 @@ import pytest
 import test_kernel_conv_mix as mixing
 import test_kernel_moe_experts as moe
 import test_kernel_rel_attention_decode as attention
+import test_ops as step
+from test_gpu import NANO
 
+import inkling_jax as ij
+from inkling_jax import ops as inkling_ops
+from inkling_jax.loading import pack_for_kernels
 from pallas_kernels import conv_mix, moe_experts, projections
 from pallas_kernels.conv_mix import reference as conv_mix_reference
 from pallas_kernels.moe_experts import reference as moe_reference
@@ -114,3 +119,29 @@ def test_projections(tokens):
     bounds = (13056, 14080)
     out = jax.jit(lambda x, w: projections.project(x, w, bounds).sum(axis=1))(x, weight)
     assert_close(out, projections_reference.project(x, weight, bounds), 1e-5)
+
+
+def test_a_decode_step_through_kernels(monkeypatch):
+    tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], jnp.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(inkling_ops, "device_refusal", lambda: "it is told not to")
+        plain = step.read_twice(step.bfloat16_params(), tokens)
+    packed = pack_for_kernels(step.bfloat16_params(), step.CONFIG)
+    jax.clear_caches()  # what attends was chosen while tracing
+    assert_close(step.read_twice(packed, tokens), plain, 2e-2)
+    assert set(inkling_ops.chosen().values()) == {inkling_ops.KERNEL}
+
+
+def test_nano_decodes_by_kernels_alone(caplog):
+    """Both formats; the replies' log probabilities agree with those of a float32 model."""
+    model, plain = (ij.load(NANO, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    texts = ["Count from one to ten.", "What is the capital of France?", "Name a colour."]
+    prompts = [model.tokenizer.encode(text) for text in texts]
+    greedy = ij.SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=1)
+    outputs = model.generate(prompts, greedy)
+    assert not [r.getMessage() for r in caplog.records if r.name == inkling_ops.__name__]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert set(output.stats["kernels"].values()) == {inkling_ops.KERNEL}
+        found = [token.logprob for token in output.logprobs]
+        wanted = plain.score(prompt + output.token_ids).logprobs[-len(found) :]
+        assert np.abs(found - wanted).mean() < 0.05
