@@ -10,12 +10,30 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import conv_mix, moe_experts, projections, rel_attention_decode
 from pallas_kernels.conv_mix import reference as conv_mix_reference
+from pallas_kernels.conv_mix.shapes import BLOCKS, TAPS
 from pallas_kernels.moe_experts import reference as moe_reference
+from pallas_kernels.moe_experts.shapes import (
+    EXPERTS,
+    GATE_SOFTCAP,
+    HIDDEN,
+    PICKS,
+    UP_SOFTCAP,
+    WIDTH,
+    WIDTH_TP4,
+)
+from pallas_kernels.projections.shapes import HEAD_ROWS, INPUT_ROWS, WO
 from pallas_kernels.rel_attention_decode import reference as attention_reference
+from pallas_kernels.rel_attention_decode.shapes import (
+    CONTEXTS,
+    DIM,
+    EXTENT,
+    HEADS,
+    KV_HEADS,
+    RANKS,
+    WINDOW,
+)
 
-HIDDEN, INNER, EXPERTS, PICKS = 4608, 2304, 384, 8
-HEADS, KV_HEADS, DIM, RANKS, EXTENT = 48, 8, 128, 16, 1024
-CAPS = {"gate_softcap": 4.0, "up_softcap": 25.0}
+CAPS = {"gate_softcap": GATE_SOFTCAP, "up_softcap": UP_SOFTCAP}
 ROTATE = 250e6  # bytes: more than 4 x L2
 
 
@@ -78,7 +96,7 @@ def _moe_inputs(format, tokens, distinct, inner, experts, valid):
 def moe_cases():
     """Yields the expert rows: formats, tokens, valid rows, a TP4 rank's width."""
 
-    def case(format, tokens, inner=INNER, experts=EXPERTS, valid=None, combine=False):
+    def case(format, tokens, inner=WIDTH, experts=EXPERTS, valid=None, combine=False):
         valid = valid or tokens
         distinct = min(valid * PICKS, 61 if tokens <= 8 else 286)
 
@@ -103,12 +121,12 @@ def moe_cases():
     yield case("nvfp4", 8, valid=4)
     yield case("nvfp4", 4)
     yield case("nvfp4", 64)
-    yield case("nvfp4", 1, inner=576)
-    yield case("nvfp4", 8, inner=576)
+    yield case("nvfp4", 1, inner=WIDTH_TP4)
+    yield case("nvfp4", 8, inner=WIDTH_TP4)
     yield case("mxfp8", 1, experts=128)
     yield case("mxfp8", 8, experts=128)
-    yield case("mxfp8", 1, inner=576)
-    yield case("mxfp8", 8, inner=576)
+    yield case("mxfp8", 1, inner=WIDTH_TP4)
+    yield case("mxfp8", 8, inner=WIDTH_TP4)
     yield case("bfloat16", 1, experts=64)
     yield _moe_peer(1)
 
@@ -125,7 +143,7 @@ def _moe_peer(tokens):
             values = bits(key, (experts, rows, columns // 2))
             return values, jnp.ones((experts, rows, columns // 16), jnp.float8_e4m3fn)
 
-        w13, w2 = nvfp4(keys[0], 2 * INNER, HIDDEN), nvfp4(keys[1], HIDDEN, INNER)
+        w13, w2 = nvfp4(keys[0], 2 * WIDTH, HIDDEN), nvfp4(keys[1], HIDDEN, WIDTH)
         x = jax.random.normal(keys[2], (tokens, HIDDEN)).astype(jnp.bfloat16)
         return jnp.zeros((tokens, HIDDEN), jnp.float32), (x, w13, w2)
 
@@ -146,7 +164,7 @@ def _moe_peer(tokens):
     return {
         "op": "moe", "variant": "nvfp4 plain xla",
         "shape": f"{tokens} tok, {PICKS * tokens} experts",
-        "step": step, "setup": setup, "bytes": PICKS * tokens * moe_bytes("nvfp4", INNER),
+        "step": step, "setup": setup, "bytes": PICKS * tokens * moe_bytes("nvfp4", WIDTH),
     }  # fmt: skip
 
 
@@ -216,19 +234,20 @@ def attention_cases():
         }  # fmt: skip
 
     tile = rel_attention_decode.TileConfig
+    short, context, longest = CONTEXTS
     long = (tile(16), tile(64), tile(32, 128, 4, 2), tile(32, 64, 4, 4), tile(16, 128, 8, 3))
     for config in (None, *long):
-        yield case(1, 102400, config=config)
-    yield case(1, 102400, plain=True)
+        yield case(1, context, config=config)
+    yield case(1, context, plain=True)
     for config in (None, tile(32), tile(16, 64, 4, 2), tile(16, 64, 8, 3)):
-        yield case(8, 102400, config=config)
+        yield case(8, context, config=config)
     for config in (None, tile(16), tile(8)):
-        yield case(1, 8192, config=config)
-    yield case(8, 8192)
+        yield case(1, short, config=config)
+    yield case(8, short)
     for config in (None, tile(8), tile(4)):
-        yield case(1, 8192, 1024, config=config)
-    yield case(8, 8192, 1024)
-    yield case(1, 1048576)
+        yield case(1, short, WINDOW, config=config)
+    yield case(8, short, WINDOW)
+    yield case(1, longest)
 
 
 @functools.cache
@@ -242,15 +261,15 @@ def _attention_setup(*shape):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _conv_mix_inputs(tokens, parts):
     keys = iter(jax.random.split(jax.random.key(2), 9))
-    sources = jax.random.normal(next(keys), (9, 1, tokens, HIDDEN)).astype(jnp.bfloat16)
+    sources = jax.random.normal(next(keys), (BLOCKS + 1, 1, tokens, HIDDEN)).astype(jnp.bfloat16)
     gram = jnp.einsum("nbtd,mbtd->btnm", *[sources.astype(jnp.float32)] * 2)
-    gram = jnp.zeros((1, tokens, 16, 16)).at[..., :9, :9].set(gram)
+    gram = jnp.zeros((1, tokens, 16, 16)).at[..., : BLOCKS + 1, : BLOCKS + 1].set(gram)
     state = jax.random.normal(next(keys), (1, tokens + 10, HIDDEN))
     u = jax.random.normal(next(keys), (1, tokens, parts, HIDDEN))
     shared = {
         "queries": jax.random.normal(next(keys), (3, HIDDEN)),
         "norms": jax.random.normal(next(keys), (3, HIDDEN)).astype(jnp.bfloat16),
-        "weight": jax.random.normal(next(keys), (HIDDEN, 4)),
+        "weight": jax.random.normal(next(keys), (HIDDEN, TAPS)),
         "start": jnp.full(1, 100, jnp.int32),
         "lengths": jnp.full(1, tokens, jnp.int32),
     }
@@ -266,15 +285,15 @@ def conv_mix_cases():
 
         def step(i, carry, u, shared):
             z, sources, gram, state = carry
-            options = {"eps": 1e-6, "count": 8}
+            options = {"eps": 1e-6, "count": BLOCKS}
             one = {**shared, "queries": shared["queries"][:1], "norms": shared["norms"][:1]}
             run = conv_mix_reference.conv_mix
             if not plain:
                 tiles = conv_mix.TileConfig(columns, warps)
                 run = functools.partial(conv_mix.conv_mix, config=tiles)
             z, partial, sources, gram, state = run(
-                u=z[0][:, :, None], partial=sources[8], sources=sources, gram=gram, state=state,
-                keep=False, **one, **options,
+                u=z[0][:, :, None], partial=sources[BLOCKS], sources=sources, gram=gram,
+                state=state, keep=False, **one, **options,
             )  # fmt: skip
             z, _, sources, gram, state = run(
                 u=u, partial=partial, sources=sources, gram=gram, state=state,
@@ -333,24 +352,23 @@ def projection_cases():
         if config:
             variant = f"r{config.rows} k{config.columns} p{config.parts} s{config.stages}"
         return {
-            "op": "project", "variant": variant, "shape": f"{name}, {tokens} tok",
+            "op": "project", "variant": variant,
+            "shape": f"{name} {rows} x {columns}, {tokens} tok",
             "step": step, "setup": _projection_setup(tokens, rows, columns, copies),
             "bytes": size, "calls": copies,
         }  # fmt: skip
 
     tile = projections.TileConfig
     for tokens in (1, 8):
-        yield case("in 15168 x 4608", tokens, 15168, 4608)
-        yield case("in 15168 x 4608", tokens, 15168, 4608, plain=True)
-        yield case("wo 4608 x 6144", tokens, 4608, 6144)
-        yield case("wo 4608 x 6144", tokens, 4608, 6144, plain=True)
-        yield case("head 201024 x 4608", tokens, 201024, 4608)
-        yield case("head 201024 x 4608", tokens, 201024, 4608, plain=True)
-    yield case("in 15168 x 4608", 1, 15168, 4608, tile(parts=2))
-    yield case("in 15168 x 4608", 1, 15168, 4608, tile(columns=256, stages=3))
-    yield case("wo 4608 x 6144", 1, 4608, 6144, tile(parts=4))
-    yield case("wo 4608 x 6144", 1, 4608, 6144, tile(parts=8))
-    yield case("wo 4608 x 6144", 1, 4608, 6144, tile(rows=32, parts=4))
+        for plain in (False, True):
+            yield case("in", tokens, INPUT_ROWS, HIDDEN, plain=plain)
+            yield case("wo", tokens, *WO, plain=plain)
+            yield case("head", tokens, HEAD_ROWS, HIDDEN, plain=plain)
+    yield case("in", 1, INPUT_ROWS, HIDDEN, tile(parts=2))
+    yield case("in", 1, INPUT_ROWS, HIDDEN, tile(columns=256, stages=3))
+    yield case("wo", 1, *WO, tile(parts=4))
+    yield case("wo", 1, *WO, tile(parts=8))
+    yield case("wo", 1, *WO, tile(rows=32, parts=4))
 
 
 @functools.cache

@@ -17,10 +17,14 @@ from inkling_jax import ops as inkling_ops
 from inkling_jax.loading import pack_for_kernels
 from pallas_kernels import conv_mix, moe_experts, projections
 from pallas_kernels.conv_mix import reference as conv_mix_reference
+from pallas_kernels.conv_mix import shapes as mixing_sizes
 from pallas_kernels.moe_experts import reference as moe_reference
+from pallas_kernels.moe_experts import shapes as sizes
 from pallas_kernels.projections import reference as projections_reference
+from pallas_kernels.projections import shapes as thin
 from pallas_kernels.rel_attention_decode import reference as attention_reference
 from pallas_kernels.rel_attention_decode import rel_attention_decode
+from pallas_kernels.rel_attention_decode import shapes as attention_sizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,9 +51,12 @@ def assert_close(out, expected, relative):
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "bfloat16"])
-@pytest.mark.parametrize(("inner", "counts"), [(2304, (1, 8, 17)), (576, (5,)), (288, (64,))])
+@pytest.mark.parametrize(
+    ("inner", "counts"),
+    [(sizes.WIDTH, (1, 8, 17)), (sizes.WIDTH_TP4, (5,)), (sizes.WIDTH_TP8, (64,))],
+)
 def test_moe_experts(format, inner, counts):
-    experts, hidden, k = 12, 4608, 8
+    experts, hidden, k = 12, sizes.HIDDEN, sizes.PICKS
     keys = jax.random.split(jax.random.key(np.random.SeedSequence().entropy % 2**31), 4)
     w13, pack13 = moe.random_experts(keys[0], format, (experts, 2 * inner, hidden))
     w2, pack2 = moe.random_experts(keys[1], format, (experts, hidden, inner))
@@ -69,12 +76,12 @@ def test_moe_experts(format, inner, counts):
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 8])
-@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize("window", [None, attention_sizes.WINDOW])
 def test_rel_attention_decode(tokens, window, monkeypatch):
-    for name, value in (("HEADS", 48), ("KV_HEADS", 8), ("DIM", 128)):
-        monkeypatch.setattr(attention, name, value)
-    slots = 1032 if window else 5000
-    inputs = attention.make_inputs(tokens, 2, tokens, slots, 1024)
+    for name in ("HEADS", "KV_HEADS", "DIM", "RANKS"):
+        monkeypatch.setattr(attention, name, getattr(attention_sizes, name))
+    slots = window + 8 if window else 5000
+    inputs = attention.make_inputs(tokens, 2, tokens, slots, attention_sizes.EXTENT)
     reference = attention_reference.rel_attention_decode
     run = jax.jit(lambda i, s, n: rel_attention_decode(**i, start=s, lengths=n, window=window))
     plain = jax.jit(lambda i, s, n: reference(**i, start=s, lengths=n, window=window))
@@ -94,7 +101,7 @@ def test_rel_attention_decode(tokens, window, monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "keep"), [(1, True), (5, False), (17, True)])
 def test_conv_mix(tokens, keep, monkeypatch):
-    monkeypatch.setattr(mixing, "WIDTH", 4608)
+    monkeypatch.setattr(mixing, "WIDTH", mixing_sizes.HIDDEN)
     inputs = mixing.make_inputs(tokens, 2, tokens, 8 if keep else 1, 3, 8)
     start = jnp.array([2, 41], jnp.int32)
     lengths = jnp.array([tokens, tokens // 2], jnp.int32)
@@ -114,9 +121,9 @@ def test_conv_mix(tokens, keep, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 8, 17, 64])
 def test_projections(tokens):
     keys = jax.random.split(jax.random.key(np.random.SeedSequence().entropy % 2**31), 2)
-    x = jax.random.normal(keys[0], (3, tokens, 4608)).astype(jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (15150, 4608)).astype(jnp.bfloat16)
-    bounds = (13056, 14080)
+    x = jax.random.normal(keys[0], (3, tokens, thin.HIDDEN)).astype(jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (thin.INPUT_ROWS - 18, thin.HIDDEN)).astype(jnp.bfloat16)
+    bounds = thin.INPUT_BOUNDS
     out = jax.jit(lambda x, w: projections.project(x, w, bounds).sum(axis=1))(x, weight)
     assert_close(out, projections_reference.project(x, weight, bounds), 1e-5)
 
