@@ -63,9 +63,14 @@ def trivial() -> Case:
     """What a launch costs in the loop at least."""
 
     def step(i, carry):
-        return kernel_cases.trivial_kernel(carry)
+        for _ in range(2 * kernel_cases.CALLS):
+            carry = kernel_cases.trivial_kernel(carry)
+        return carry
 
-    return Case("launch", "pallas", "128", step, lambda: (jnp.zeros(128, jnp.float32), ()), 1024)
+    return Case(
+        "launch", "pallas", "128", step, lambda: (jnp.zeros(128, jnp.float32), ()), 1024,
+        2 * kernel_cases.CALLS,
+    )  # fmt: skip
 
 
 def loop(step: Callable) -> Callable:
