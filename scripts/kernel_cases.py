@@ -244,18 +244,17 @@ def attention_cases():
 
     tile = rel_attention_decode.TileConfig
     short, context, longest = CONTEXTS
-    long = (tile(16), tile(64), tile(32, 128, 4, 2), tile(32, 64, 4, 4), tile(16, 128, 8, 3))
-    for config in (None, *long):
+    for config in (None, tile(16, 128, 8, 3)):
         yield case(1, context, config=config)
     yield case(1, context, plain=True)
-    for config in (None, tile(32), tile(16, 64, 4, 2), tile(16, 64, 8, 3)):
+    # One program per multiprocessor: a deeper pipeline costs nothing but shared memory.
+    for config in (None, *(tile(16, 64, 4, stages) for stages in (4, 5, 6))):
         yield case(8, context, config=config)
-    for config in (None, tile(16), tile(8)):
-        yield case(1, short, config=config)
-    yield case(8, short)
-    for config in (None, tile(8), tile(4)):
-        yield case(1, short, WINDOW, config=config)
-    yield case(8, short, WINDOW)
+    yield case(1, short)
+    for config in (None, tile(16, 64, 4, 5)):
+        yield case(8, short, config=config)
+    for tokens in (1, 8):
+        yield case(tokens, short, WINDOW)
     yield case(1, longest)
 
 
