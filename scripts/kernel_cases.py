@@ -248,7 +248,7 @@ def attention_cases():
         yield case(1, context, config=config)
     yield case(1, context, plain=True)
     # One program per multiprocessor: a deeper pipeline costs nothing but shared memory.
-    for config in (None, *(tile(16, 64, 4, stages) for stages in (4, 5, 6))):
+    for config in (None, *(tile(16, 64, 4, stages) for stages in (4, 5))):
         yield case(8, context, config=config)
     yield case(1, short)
     for config in (None, tile(16, 64, 4, 5)):

@@ -84,7 +84,7 @@ def float32_products(monkeypatch):
     monkeypatch.setattr(kernel.plt, "dot", wide(kernel.plt.dot))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
 @pytest.mark.usefixtures("float32_products")
 def test_kernels_compute_what_the_plain_step_computes(on_gpu, monkeypatch):
     tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], jnp.int32)
