@@ -6,6 +6,7 @@ and is logged once: as a warning where a GPU has the kernel and the kernel refus
 
 import functools
 import logging
+import os
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from pallas_kernels.moe_experts import PackedExperts
 
 EXPERTS, ATTENTION = "moe_experts", "rel_attention_decode"
 KERNEL = "kernel"
+# Each kernel was checked on a GPU, but the model has not yet decoded through them there.
+SWITCH = "INKLING_JAX_KERNELS"
 CAPABILITY = 9.0  # Hopper; newer devices run the same code
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
@@ -42,6 +45,8 @@ def device_refusal() -> str | None:
         return f"the platform is {platform}"
     if capability is not None and float(capability) < CAPABILITY:
         return f"the compute capability is {capability}, kernels need {CAPABILITY}"
+    if os.environ.get(SWITCH) != "1":
+        return f"kernels wait for {SWITCH}=1"
     return None
 
 
