@@ -141,7 +141,9 @@ def attend(
 
 def _choose(op: str, refusal: str | None) -> bool:
     """Tells whether the kernel runs; remembers the choice and logs it."""
-    device = device_refusal()
+    device, mesh = device_refusal(), jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and not mesh.are_all_axes_manual:
+        refusal = f"the model is spread over {mesh.size} devices"
     choice = device or refusal or KERNEL
     _chosen[op] = choice
     _announce(op, choice, logging.INFO if device or not refusal else logging.WARNING)

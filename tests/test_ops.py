@@ -169,3 +169,10 @@ def test_a_cpu_packs_nothing():
     assert ops.device_refusal() == "the platform is cpu"
     assert pack_for_kernels(params, CONFIG) is params
     assert isinstance(nnx.to_pure_dict(params)["layers"][0]["moe"]["w13"], quant.QuantTensor)
+
+
+def test_a_model_spread_over_devices_keeps_the_plain_path(on_gpu):
+    q, r, k = (jnp.zeros(s, jnp.bfloat16) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
+    with jax.set_mesh(jax.make_mesh((2,), ("tensor",))):
+        assert not ops.takes_attention(q, r, k, None)
+    assert ops.chosen()[ops.ATTENTION] == "the model is spread over 2 devices"
