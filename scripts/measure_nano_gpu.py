@@ -2,12 +2,13 @@
 
 The decode loop runs in processes of their own, once as it is and once without XLA's command
 buffers; the time of a step is the difference of two step counts, so that what a call costs drops
-out. Under 90 seconds on an H200.
+out. Compiling takes minutes on a fresh machine.
 
   PYTHONPATH=. python3 scripts/measure_nano_gpu.py
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -35,7 +36,7 @@ from inkling_jax.sampling import keys_from_seeds
 
 HERE = Path(__file__).parent
 TEXT_ROWS, CHAT_ITEMS, ROW = 4, 128, 512
-FEW, MANY, REPEATS = 128, 896, 9  # decoding steps, and timed pairs of them
+FEW, MANY, REPEATS = 64, 320, 5  # decoding steps, and timed pairs of them
 CONTEXT = 1024
 VARIANTS = {"graph": "", "no_graph": "--xla_gpu_enable_command_buffer="}  # flags for XLA
 
@@ -48,7 +49,11 @@ def main() -> None:
         return
     began = time.monotonic()
     argmax = measure_argmax(args.model)
-    loop = {name: loop_in_process(args.model, flag) for name, flag in VARIANTS.items()}
+    print(json.dumps(argmax), f"after {time.monotonic() - began:.0f} s", flush=True)
+    loop = {}
+    for name, flag in VARIANTS.items():
+        loop[name] = loop_in_process(args.model, flag)
+        print(name, json.dumps(loop[name]), f"after {time.monotonic() - began:.0f} s", flush=True)
     graph, no_graph = (loop[name]["step_us"] for name in VARIANTS)
     result = {
         **stamp(args.model),
@@ -66,9 +71,15 @@ def measure_argmax(checkpoint: Path) -> dict[str, Any]:
     documents = corpus.build()
     models = [ij.load(checkpoint, dtype=dtype) for dtype in ("bfloat16", "float32")]
     source = questions.make_source(documents, models[0], checkpoint)
+    cases = _positions(models[0], source)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # four programs, compiled at a time
+        logits = {
+            name: [pool.submit(_logits, model, *case[:2]) for model in models]
+            for name, case in cases.items()
+        }
     found = {}
-    for name, (tokens, lengths, counts) in _positions(models[0], source).items():
-        low, high = (np.asarray(_read(m.params, m.config, tokens, lengths))[counts] for m in models)
+    for name, (*_, counts) in cases.items():
+        low, high = (future.result()[counts] for future in logits[name])
         positions, gaps = agreement.compare(low, high)
         found[name] = {
             "positions": positions,
@@ -97,6 +108,10 @@ def _positions(model: ij.Engine, source: questions.Source) -> dict[str, tuple[np
         "text": (text, np.full(TEXT_ROWS, ROW, np.int32), everywhere),
         "chat": (tokens, lengths, counts),
     }
+
+
+def _logits(model: ij.Engine, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return np.asarray(_read(model.params, model.config, tokens, lengths))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -137,7 +152,7 @@ def measure_loop(model: ij.Engine) -> dict[str, Any]:
     pairs = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) * 1e6 for _ in range(REPEATS)]
     greedy = ij.SamplingParams(temperature=0.0, max_tokens=MANY, ignore_eos=True)
     rates = []
-    for _ in range(4):
+    for _ in range(3):
         start = time.perf_counter()
         [output] = model.generate([prompt], greedy)
         rates.append(len(output.token_ids) / (time.perf_counter() - start))

@@ -44,7 +44,7 @@ ROWS = (
     {"reading"},
     {"hub"},
     {"loading"},
-    {"load_drafter", "inspection", "plan"},
+    {"load_drafter", "inspection"},
     {"drafting"},
     {"engine"},
     {"__init__"},
