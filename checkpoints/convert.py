@@ -102,7 +102,7 @@ def convert(
     index = read_index(source)
     plan = make_plan(index, expected, where=str(source))
     identity = _identity(index, plan)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         if is_converted(target) and _identity_of(target / MANIFEST) == identity:
             return Conversion(len(plan.leaves), plan.nbytes, len(plan.leaves), plan.ignored)
         raise InputError(f"{target}: exists already, remove it or choose another name")
@@ -145,6 +145,8 @@ def _identity_of(file: Path) -> str | None:
 def _check_space(partial: Path, plan: Plan) -> None:
     present = sum(f.stat().st_size for f in partial.rglob("*") if f.is_file())
     parent = next(p for p in partial.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"{parent}: is no directory that can be written, choose another target")
     need = plan.nbytes + (len(plan.leaves) << 14) - present
     free = shutil.disk_usage(parent).free
     if need > free:

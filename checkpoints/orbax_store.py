@@ -69,6 +69,9 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
     unfinished.rename(folder / "zarr.json")
 
 
+_DESCRIPTION = {"shape", "data_type", "chunk_grid", "attributes"}
+
+
 def describe(directory: Path) -> dict[str, dict[str, Any]]:
     """Returns `zarr.json` of every array by its name."""
     found = {
@@ -80,9 +83,11 @@ def describe(directory: Path) -> dict[str, dict[str, Any]]:
 def describe_array(folder: Path) -> dict[str, Any] | None:
     """Returns `zarr.json` of an array, or None where it was not finished."""
     try:
-        return json.loads((folder / "zarr.json").read_bytes())
+        described = json.loads((folder / "zarr.json").read_bytes())
     except (FileNotFoundError, ValueError):
         return None
+    known = isinstance(described, dict) and described.keys() >= _DESCRIPTION
+    return described if known else None
 
 
 def is_intact(folder: Path) -> bool:
@@ -148,6 +153,13 @@ def restore(
             problems.append(f"misshapen: {name} is {shape}, asked for {list(wanted[name].shape)}")
         if dtype != wanted[name].dtype and not (cast and {dtype, wanted[name].dtype} <= _PLAIN):
             problems.append(f"wrong dtype: {name} is {dtype}, asked for {wanted[name].dtype}")
+        problems += [
+            f"damaged: {name}/{file} does not have {size} bytes"
+            for file, size in _chunk_files(stored[name])
+            if not (part := directory / name / file).is_file() or part.stat().st_size != size
+        ]
+    if not (directory / "_METADATA").is_file():
+        problems.append("missing: _METADATA")
     if problems:
         listing = "\n  ".join(sorted(problems))
         raise InputError(f"{directory}: {len(problems)} faults against the model:\n  {listing}")
@@ -177,6 +189,14 @@ def restore(
 
 
 _PLAIN = {np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)}
+
+
+def _chunk_files(described: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yields each chunk's file and its size in bytes; the last chunk is filled up."""
+    (rows, *inner) = described["chunk_grid"]["configuration"]["chunk_shape"]
+    size = rows * math.prod(inner) * np.dtype(described["data_type"]).itemsize
+    for file, _, _ in _chunks(described["shape"], rows):
+        yield file, size
 
 
 def _chunks(shape: Sequence[int], rows: int) -> Iterator[tuple[str, int, int]]:

@@ -10,6 +10,7 @@ import errno
 import importlib
 import json
 import logging
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -58,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's).
 
     Returns:
-        0 when done, 2 after a mistake in the input, 1 after a fault of ours; 130 when interrupted.
+        0 when done, 2 after a mistake in the input, 1 after a fault of ours, 130 when interrupted,
+        141 when nobody reads the output any more.
     """
     arguments = sys.argv[1:] if argv is None else argv
     verbose = "--verbose" in arguments
@@ -72,9 +74,13 @@ def main(argv: list[str] | None = None) -> int:
             result = _module(args.command).run(args)
         if args.json and result is not None:
             print(json.dumps(result))
+        sys.stdout.flush()
         return 0
     except InputError as e:
         return _fail(2, f"error: {e}", verbose)
+    except BrokenPipeError:  # the reader has had enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as e:
         if e.errno not in _USER_ERRNOS:
             return _fail(1, f"internal error: {e}", verbose)
@@ -93,6 +99,7 @@ def _module(command: str) -> Any:
 def _profile(directory: str | None) -> contextlib.AbstractContextManager:
     if directory is None:
         return contextlib.nullcontext()
+    os.makedirs(directory, exist_ok=True)
     import jax
 
     return jax.profiler.trace(directory)

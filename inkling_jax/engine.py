@@ -42,7 +42,7 @@ from sharding.mesh import MeshConfig, make_mesh
 SMALLEST_CAPACITY = 512  # without a fixed context, a cache holds a power of two of tokens
 MAX_ROWS = 16  # rows of one batch; more prompts are served in turn
 BLOCK_STEPS, STREAM_STEPS = 128, 8  # steps between two looks at the tokens
-DEFAULT_MAX_TOKENS = 1024
+DEFAULT_MAX_TOKENS = 256
 STOP_SLOTS = 16
 
 
@@ -147,6 +147,8 @@ class Engine:
 
     def _prompts(self, prompts, images, raw, effort) -> list[Prompt]:
         images = [()] * len(prompts) if images is None else images
+        if any(isinstance(each, str | bytes | Path) for each in images):
+            raise InputError("images holds a picture, it must hold a list of pictures per prompt")
         if len(images) != len(prompts):
             raise InputError(f"images has {len(images)} lists for {len(prompts)} prompts")
         pairs = zip(prompts, images, strict=True)
@@ -303,6 +305,19 @@ def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def _activations_dtype(dtype: DTypeLike | None) -> jnp.dtype:
+    on_cpu = jax.default_backend() == "cpu"
+    try:
+        chosen = jnp.dtype(dtype or ("float32" if on_cpu else "bfloat16"))
+    except TypeError as e:
+        raise InputError(f"dtype is {dtype!r}, it must be float32 or bfloat16") from e
+    if chosen not in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
+        raise InputError(f"dtype is {dtype!r}, it must be float32 or bfloat16")
+    if on_cpu and chosen == jnp.bfloat16:
+        raise InputError("dtype is bfloat16, on a CPU it must be float32")
+    return chosen
+
+
 def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | None) -> Engine:
     directory = resolve(model, revision)
     config = Config.from_file(directory / "config.json")
@@ -318,11 +333,10 @@ def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | N
     tokenizer = None
     if (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(directory, config.image_token_id)
-    if dtype is None:
-        dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    dtype = _activations_dtype(dtype)
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
     shardings = mesh and functools.partial(param_shardings, mesh=mesh)
-    params = load_params(directory, config, jnp.dtype(dtype), shardings)
+    params = load_params(directory, config, dtype, shardings)
     if mesh is None:
         params = pack_for_kernels(params, config)
     if speculator is not None:

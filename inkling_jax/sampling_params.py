@@ -22,7 +22,7 @@ class SamplingParams:
     """Settings of one request; None means the checkpoint's `generation_config.json` decides.
 
     Attributes:
-        max_tokens: most tokens to generate; None is as many as fit.
+        max_tokens: most tokens to generate; None is 256, or as many as fit.
         temperature: divides the logits after the softcap; below 1e-5 it means greedy.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: then keep the fewest of them that hold this share of their probability.

@@ -88,6 +88,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encodes text in which nothing is a control token, whatever it looks like."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"the text is not valid Unicode at letter {e.start}, use UTF-8") from e
         ids = self._model.encode(text, add_special_tokens=False).ids
         if self._control_ids.isdisjoint(ids):
             return ids

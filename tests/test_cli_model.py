@@ -210,6 +210,8 @@ GENERATE = ("generate", "--model", "model", "--max-tokens", "4")
         ((*GENERATE, "--tokens", "tokens.json", "--image", "picture.png"), "image"),
         ((*GENERATE, "--tokens", "pictured.json"), "image"),
         ((*GENERATE, "--prompt", "Hi", "--dtype", "int3"), "int3"),
+        ((*GENERATE, "--prompt", "Hi", "--dtype", "bfloat16"), "on a CPU it must be float32"),
+        ((*GENERATE, "--prompt", "Hi \udcff"), "Unicode"),
         ((*GENERATE, "--prompt", "Hi", "--temp", "hot"), "hot"),
         ((*GENERATE, "--prompt", "Hi", "--temp", "-1"), "temperature"),
         ((*GENERATE, "--prompt", "Hi", "--top-p", "2"), "top_p"),

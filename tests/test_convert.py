@@ -126,6 +126,34 @@ def test_a_wrong_dtype_or_shape_is_refused_in_one_report(source, converted):
         orbax_store.restore(converted / "params", specs, cast=True)
 
 
+@pytest.mark.parametrize("damage", ["cut", "removed", "no metadata", "no description"])
+def test_a_damaged_array_is_named(source, converted, tmp_path, damage):
+    model = tmp_path / "m"
+    shutil.copytree(converted, model)
+    chunk = model / "params/embed.weight/c/0/0"
+    match damage:
+        case "cut":
+            chunk.write_bytes(chunk.read_bytes()[:-1])
+        case "removed":
+            chunk.unlink()
+        case "no metadata":
+            (model / "params/_METADATA").unlink()
+        case "no description":
+            (model / "params/embed.weight/zarr.json").write_text("{}")
+    with pytest.raises(
+        InputError, match="_METADATA" if damage == "no metadata" else "embed.weight"
+    ):
+        orbax_store.restore(model / "params", sharded_specs(source, 1))
+
+
+def test_targets_that_cannot_be_made_are_refused_before(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("/nowhere")
+    for target in ("file/sub", "link"):
+        with pytest.raises(InputError, match=r"directory|exists already"):
+            convert(source, tmp_path / target, expected(TINY), dry_run=True, progress=False)
+
+
 def test_arrays_larger_than_a_chunk_or_a_piece(source, tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_store, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(orbax_store, "PIECE_BYTES", 96)

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import inkling_jax as ij
 from inkling_jax.commands import inputs
@@ -30,19 +30,30 @@ def run(args: argparse.Namespace) -> None:
         )
     messages = [{"role": "system", "content": args.system}] if args.system else []
     picture_parts = [{"type": "image"} for _ in args.image]
-    for line in _lines(prompt="" if args.json else "> "):
+    terminal = sys.stdin.isatty()
+    for line in _lines(prompt="> " if terminal and not args.json else ""):
         content = [*picture_parts, {"type": "text", "text": line}] if picture_parts else line
         picture_parts = []
         messages.append({"role": "user", "content": content})
-        options = {"images": args.image, "effort": args.effort}
-        if args.json:
-            *_, last = model.stream(messages, sampling, **options)
-            assert last.output is not None
-            print(json.dumps(as_json(last.output)), flush=True)
-            text = last.output.text
-        else:
-            text = show(model.stream(messages, sampling, **options)).text
+        stream = model.stream(messages, sampling, images=args.image, effort=args.effort)
+        try:
+            text = _answer(stream, args.json)
+        except ij.InputError as e:
+            if not terminal:
+                raise
+            print(f"inkling-jax: error: {e}", file=sys.stderr)  # the conversation goes on without
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": text})
+
+
+def _answer(stream: "Iterable[ij.StreamPiece]", as_object: bool) -> str | None:
+    if not as_object:
+        return show(stream).text
+    *_, last = stream
+    assert last.output is not None
+    print(json.dumps(as_json(last.output)), flush=True)
+    return last.output.text
 
 
 def _lines(prompt: str) -> Iterator[str]:

@@ -26,7 +26,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         progress=not args.json,
         mesh=args.mesh,
     )
-    if not args.json:
+    if not args.json and done.kept == done.arrays:
+        print(f"{args.target}: is complete already")
+    elif not args.json:
         verb = "would write" if args.dry_run else "wrote"
         print(f"{verb} {done.arrays} arrays, {done.nbytes / 1e9:.2f} GB: {args.target}")
         if done.kept:

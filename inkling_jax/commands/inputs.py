@@ -19,7 +19,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help="of activations and unquantized weights; auto: bfloat16 on GPU, float32 on CPU",
+        help="of activations and unquantized weights; auto: bfloat16 on GPU, float32, the only "
+        "one there, on CPU",
     )
     group.add_argument(
         "--context",
@@ -67,7 +68,7 @@ def add_effort(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `SamplingParams`; what is left out, the checkpoint decides."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", default=256)
+    group.add_argument("--max-tokens", type=int, metavar="N", help="default: 256, if they fit")
     group.add_argument("--temp", type=float, metavar="T", help="temperature, 0 is greedy")
     group.add_argument("--top-k", type=int, metavar="K")
     group.add_argument("--top-p", type=float, metavar="P")

@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tokens = inputs.read_tokens(args.tokens)
     if args.logits and not Path(args.logits).absolute().parent.is_dir():
         raise ij.InputError(f"{args.logits}: cannot be written, its folder does not exist")
+    if args.logits and Path(args.logits).is_dir():
+        raise ij.InputError(f"{args.logits}: is a folder, name a file to write")
     score = inputs.load_model(args).score(tokens, images=args.image, logits=bool(args.logits))
     if args.logits:
         import numpy as np
