@@ -19,7 +19,7 @@ from pallas_kernels.moe_experts import PackedExperts
 
 EXPERTS, ATTENTION = "moe_experts", "rel_attention_decode"
 KERNEL = "kernel"
-# Each kernel was checked on a GPU, but the model has not yet decoded through them there.
+# On a GPU the kernels have been timed, but their results have not been compared there yet.
 SWITCH = "INKLING_JAX_KERNELS"
 CAPABILITY = 9.0  # Hopper; newer devices run the same code
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX

@@ -1,6 +1,6 @@
 """Times the decode kernels on a GPU against their floor and the plain-JAX path.
 
-Every figure is the difference of two trip counts of a captured `while_loop`, so launches cost what
+Every figure is the difference of two trip counts of a jitted `while_loop`, so launches cost what
 they cost in the product's decode loop. Weights and caches rotate through at least 4 x L2.
 
     python scripts/bench_kernels.py [--only moe,attention] [--commit HASH] [--out FILE.json]

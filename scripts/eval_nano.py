@@ -1,7 +1,7 @@
 """Measures inkling-jax-nano on held-out questions and text.
 
 Every question is a prompt of its own, made with the product's tokenizer, chat template and
-preprocessing; an answer counts if greedy generation gives exactly it. Under a minute on an H200.
+preprocessing; an answer counts if greedy generation gives exactly it.
 
   PYTHONPATH=. python3 scripts/eval_nano.py
   PYTHONPATH=. python3 scripts/eval_nano.py --items 20 --out /tmp/few.json   # on a CPU

@@ -1,7 +1,5 @@
 """What a drafter of inkling-jax-nano learns from: nano's corpus, and nano's own continuations."""
 
-import contextlib
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from nano import batches, step, tasks, wire
+from nano import batches, tasks, wire
 
 from inkling_jax import generation
 from inkling_jax.config import Config
@@ -56,20 +54,6 @@ def draw_prompt(rng: np.random.Generator, source: batches.Source) -> np.ndarray:
         question = f"{tasks.hide(rng, text, names)}\n\n{tasks.ask(name, names[name])[0]}"
     text = wire.render([{"role": "user", "content": question}], add_generation_prompt=True)
     return np.array(source.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)[-PROMPT:]
-
-
-@contextlib.contextmanager
-def _dense_experts() -> Iterator[None]:
-    """Lets generation compute every expert for every token while it is traced.
-
-    In large batches of a small model that is faster than sorting tokens by expert.
-    """
-    plain = generation.forward
-    generation.forward = functools.partial(plain, experts=step.dense_experts)
-    try:
-        yield
-    finally:
-        generation.forward = plain
 
 
 class Continuations:
