@@ -189,7 +189,7 @@ def main() -> None:
         log_file.write(line + "\n")
         log_file.flush()
 
-    batches.prepare(args.work)
+    batches.prepare(args.work, args.model / "tokenizer.json")
     source = batches.open_source(args.work, held_out=False)
     config = Config.from_file(args.model / "config.json")
     if (args.model / "tokenizer.json").read_bytes() != (args.work / "tokenizer.json").read_bytes():
