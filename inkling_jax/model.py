@@ -7,6 +7,7 @@ from the parameters' shapes, and `Collectives` says where devices add up what ea
 what each has of the tokens.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -72,7 +73,7 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("attention"):
             h = x if self.attn_query is None else mix(self.attn_query[...], blocks, x)
             z_q, z_k, z_v = self._attention_inputs(h, dtype, collectives)
-            a, cache = self.attn(z_q, z_k, z_v, cache, start, count)
+            a, cache = self.attn(z_q, z_k, z_v, cache, start, count, collectives)
             a = collectives.sum_heads(a)
             a, attn_state = self.attn_conv(a, cache.conv.attn, start, count, collectives)
         if self.starts_block:
@@ -85,7 +86,7 @@ class DecoderLayer(nnx.Module):
             m = collectives.sum_experts(m)
             m, mlp_state = self.mlp_conv(m, cache.conv.mlp, start, count, collectives)
         conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
-        return r + m, blocks, LayerCache(cache.k, cache.v, conv)
+        return r + m, blocks, dataclasses.replace(cache, conv=conv)
 
     def _attention_inputs(self, h, dtype, collectives):
         """Returns the normed inputs of (q, k, v), of all tokens."""

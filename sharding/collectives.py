@@ -11,9 +11,12 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from sharding.mesh import group_size, mesh_axes, sequence_switch
 
-# Splitting tokens saves work that grows with their number and costs one more collective where two
-# meet, so it does not pay for few. Of a call's rows × tokens, for sp=auto:
+# Splitting tokens saves work in proportion to them but makes two collectives of each sum, which few
+# tokens do not pay for: sp=auto asks for this many rows × tokens.
 AUTO_TOKENS = 1024
+
+# Which part of a ring of slots a device has: (its first slot, how many slots the ring has).
+Part = tuple[Int[Array, ""] | int, int]
 
 
 def splits_tokens(
@@ -46,19 +49,21 @@ class Collectives:
     Attributes:
       tp: mesh axes over which heads, expert columns and vocabulary are split.
       ep: mesh axes over which experts are split.
+      cp: mesh axes over which the slots of full layers' caches are split.
       sp: mesh axes over which tokens are split outside attention and experts: slice i of all lies
         with device i. What is summed is then summed for each device's own tokens only.
     """
 
     tp: tuple[str, ...] = ()
     ep: tuple[str, ...] = ()
+    cp: tuple[str, ...] = ()
     sp: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, mesh: AbstractMesh, split_tokens: bool = False) -> Self:
         """Returns the communication that a mesh needs."""
-        tp, ep = (mesh_axes(mesh.shape, group) for group in ("tp", "ep"))
-        return cls(tp, ep, ep + tp if split_tokens else ())
+        tp, ep, cp = (mesh_axes(mesh.shape, group) for group in ("tp", "ep", "cp"))
+        return cls(tp, ep, cp, ep + tp if split_tokens else ())
 
     def sum_heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B t D"]:
         """Adds up what each device's heads contribute."""
@@ -135,6 +140,35 @@ class Collectives:
         mine = mine.reshape(*mine.shape, *(1,) * (x.ndim - 2))
         with jax.named_scope("last_tokens"):
             return jax.lax.psum(jnp.where(mine, found, 0), self.sp), kept
+
+    def own_slots(self, n: int) -> Part:
+        """Returns which part of a full layer's ring the n slots of this device are."""
+        if not self.cp:
+            return 0, n
+        return jax.lax.axis_index(self.cp) * n, jax.lax.axis_size(self.cp) * n
+
+    def sum_softmax(
+        self,
+        values: Float[Array, "B T H d"],
+        total: Float[Array, "B T H"],
+        top: Float[Array, "B T H"],
+    ) -> tuple[Float[Array, "B T H d"], Float[Array, "B T H"], Float[Array, "B T H"]]:
+        """Joins the softmax over each device's slots to the one over all of them.
+
+        Args:
+          values, total: Σ weight · value and Σ weight, of the weights exp(score - top).
+          top: what the device's scores do not exceed.
+
+        Returns:
+          The same of all slots, for the highest `top`.
+        """
+        if not self.cp:
+            return values, total, top
+        with jax.named_scope("softmax"):
+            highest = jax.lax.pmax(top, self.cp)
+            scale = jnp.exp(top - highest)
+            values, total = jax.lax.psum((values * scale[..., None], total * scale), self.cp)
+        return values, total, highest
 
     def own_experts(self, experts: Callable[..., Array]) -> Callable[..., Array]:
         """Makes a function of routed experts one that computes this device's share of the sum.

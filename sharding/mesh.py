@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-GROUPS = ("dp", "ep", "tp")  # from the outside in: devices of a tp group are neighbours
+GROUPS = ("dp", "cp", "ep", "tp")  # from the outside in: devices of a tp group are neighbours
 Switch = Literal["auto", "on", "off"]
 SWITCH = get_args(Switch)
 
@@ -32,6 +32,7 @@ class MeshConfig:
 
     Attributes:
       dp: copies of the model, each with its part of the batch.
+      cp: parts of the context: of the keys and values of layers that see all of it.
       ep: parts of the experts, each with whole experts; attention is the same in all of them.
       tp: parts of each layer: heads, columns of the experts, rows of the vocabulary.
       sp: whether prefill splits what is not split so, by tokens: residuals, norms, convolutions.
@@ -39,6 +40,7 @@ class MeshConfig:
     """
 
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     tp: int = 1
     sp: Switch = "auto"
@@ -94,18 +96,21 @@ class MeshConfig:
         """Names and sizes of the mesh's axes, `tp` as its prime factors."""
         tp = {f"tp{i}": factor for i, factor in enumerate(_prime_factors(self.tp))}
         switch = {} if self.sp == "auto" else {f"sp_{self.sp}": 1}
-        return {"dp": self.dp, "ep": self.ep, **tp, **switch}
+        return {"dp": self.dp, "cp": self.cp, "ep": self.ep, **tp, **switch}
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in dataclasses.asdict(self).items())
 
 
+# On GPUs tp alone: it divides the keys and values too, so that the longest context fits in either
+# memory beside the weights; cp and ep are for several of those at a time. On simulated devices one
+# copy of the model is split in every way there is, prompts of any length included.
 PRESETS = {
     "gb200-tp4": "tp=4",
     "gb200-tp8": "tp=8",
     "h200-tp4": "tp=4",
     "h200-tp8": "tp=8",
-    "cpu8": "dp=2,ep=2,tp=2",
+    "cpu8": "cp=2,ep=2,tp=2,sp=on",
 }
 
 
@@ -169,8 +174,17 @@ def sequence_switch(sizes: Mapping[str, int]) -> Switch:
 
 def batch_parts() -> int:
     """Returns how many parts a batch is split into where code runs."""
+    return _parts("dp")
+
+
+def slot_parts() -> int:
+    """Returns how many parts the slots of a full layer's cache are split into where code runs."""
+    return _parts("cp")
+
+
+def _parts(group: str) -> int:
     mesh = current_mesh()
-    return 1 if mesh is None else group_size(mesh.shape, "dp")
+    return 1 if mesh is None else group_size(mesh.shape, group)
 
 
 def _prime_factors(n: int) -> list[int]:
