@@ -3,9 +3,11 @@
 `Model` holds parameters only. The functions below take them as a pytree (the `nnx.State` of
 `nnx.split(Model(config))`), so that they can be jitted, donated and sharded like any other array.
 Under `jax.set_mesh`, `forward` and `unembed` run their body on every device's shards: widths come
-from the parameters' shapes, and `Collectives` says where devices add up what each has.
+from the parameters' shapes, and `Collectives` says where devices add up what each has, and gather
+what each has of the tokens.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ from inkling_jax.moe import Experts, Moe, experts
 from inkling_jax.residual import mix
 from inkling_jax.short_conv import ShortConv
 from inkling_jax.vision import VisionTower
-from sharding.collectives import Collectives
+from sharding.collectives import Collectives, splits_tokens
 from sharding.mesh import current_mesh, mesh_axes
 from sharding.partition import partition
 
@@ -65,34 +67,34 @@ class DecoderLayer(nnx.Module):
         """Returns (the new running sum, the finished blocks, the new cache).
 
         Sums stay float32; what products read has the parameters' dtype, but for the router's.
+        x and blocks are of the device's own tokens; attention and experts read all tokens.
         """
         dtype = self.attn.wq[...].dtype
         with jax.named_scope("attention"):
             h = x if self.attn_query is None else mix(self.attn_query[...], blocks, x)
-            z_q, z_k, z_v = self._attention_inputs(h, dtype)
-            a, cache = self.attn(z_q, z_k, z_v, cache, start, count)
+            z_q, z_k, z_v = self._attention_inputs(h, dtype, collectives)
+            a, cache = self.attn(z_q, z_k, z_v, cache, start, count, collectives)
             a = collectives.sum_heads(a)
-            a, attn_state = self.attn_conv(a, cache.conv.attn, start, count)
+            a, attn_state = self.attn_conv(a, cache.conv.attn, start, count, collectives)
         if self.starts_block:
             blocks, r = [*blocks, x], a
         else:
             r = x + a
         with jax.named_scope("moe"):
             z = self.mlp_norm(mix(self.mlp_query[...], blocks, r), jnp.float32)
-            own = collectives.own_experts(experts)
-            m = self.moe(z, dtype, jnp.arange(x.shape[1]) < count[:, None], own)
+            m = self.moe(z, dtype, count, experts, collectives)
             m = collectives.sum_experts(m)
-            m, mlp_state = self.mlp_conv(m, cache.conv.mlp, start, count)
+            m, mlp_state = self.mlp_conv(m, cache.conv.mlp, start, count, collectives)
         conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
-        return r + m, blocks, LayerCache(cache.k, cache.v, conv)
+        return r + m, blocks, dataclasses.replace(cache, conv=conv)
 
-    def _attention_inputs(self, h, dtype):
-        """Returns the normed inputs of (q, k, v)."""
+    def _attention_inputs(self, h, dtype, collectives):
+        """Returns the normed inputs of (q, k, v), of all tokens."""
         if self.sliding:
-            return (self.attn_norm(h, dtype),) * 3
+            return (collectives.gather_tokens(self.attn_norm(h, dtype)),) * 3
         inputs = (h,) * 3 if self.attn_query is None else tuple(h)
-        norms = (self.q_norm, self.k_norm, self.v_norm)
-        return tuple(norm(x, dtype) for norm, x in zip(norms, inputs, strict=True))
+        pairs = zip((self.q_norm, self.k_norm, self.v_norm), inputs, strict=True)
+        return tuple(collectives.gather_tokens(norm(x, dtype)) for norm, x in pairs)
 
 
 class Embedding(nnx.Module):
@@ -195,8 +197,11 @@ def forward(
     if mesh is None:
         return run(Collectives(), *args)
     rows, cached = _rows(mesh), cache_specs(cache, mesh)
+    halo = config.text.conv_kernel_size - 1
+    max_block = cache.layers[0].conv.attn.shape[1] - halo
+    split = splits_tokens(mesh.shape, tokens.shape, halo, max_block)
     return jax.shard_map(
-        functools.partial(run, Collectives.of(mesh)),
+        functools.partial(run, Collectives.of(mesh, split)),
         in_specs=(param_specs(params, mesh), rows, rows, cached, P(), rows),
         out_specs=Forward(rows, cached, rows),  # pyright: ignore[reportArgumentType]
         check_vma=False,  # kernels do not say over which axes their results differ
@@ -212,11 +217,13 @@ def _forward(
     config, taps, experts, collectives, params, tokens, lengths, cache, features, image_index
 ) -> Forward:
     model = nnx.merge(graphdef(config), params)
-    start = cache.length
+    start, width = cache.length, tokens.shape[1]
     with jax.named_scope("embed"):
         weight = model.embed.weight[...]
-        x = model.embed_norm(collectives.lookup(weight, tokens), jnp.float32)
+        found = collectives.lookup(weight, collectives.pad_tokens(tokens))
+        x = model.embed_norm(found, jnp.float32)
         if features is not None and image_index is not None:
+            image_index = collectives.own_tokens(collectives.pad_tokens(image_index))
             image = features.astype(jnp.float32)[jnp.maximum(image_index, 0)]
             x = jnp.where((image_index >= 0)[..., None], image, x)
     outputs, blocks, layers = {-1: x}, [], []
@@ -229,7 +236,11 @@ def _forward(
     with jax.named_scope("final"):
         hidden = model.norm(mix(model.output_query[...], blocks, x), weight.dtype)
     cache = Cache(tuple(layers), start + lengths)
-    return Forward(hidden, cache, tuple(outputs[i] for i in taps))
+
+    def every(x):
+        return collectives.gather_tokens(x)[:, :width]
+
+    return Forward(every(hidden), cache, tuple(every(outputs[i]) for i in taps))
 
 
 def unembed(
