@@ -10,7 +10,16 @@ import pytest
 
 from pallas_kernels.moe_experts import kernel_sm90
 from scripts import bench_kernels, kernel_cases
-from scripts.kernel_cases import Case, attention, conv_mix, limits, moe_experts, projections
+from scripts.kernel_cases import (
+    Case,
+    attention,
+    conv_mix,
+    limits,
+    moe_experts,
+    projections,
+    router,
+    sampling,
+)
 
 TOY = {
     limits: {"FLOATS": 1 << 10},
@@ -21,6 +30,8 @@ TOY = {
     },
     conv_mix: {"HIDDEN": 512, "PARTS": 2},
     projections: {"HIDDEN": 512, "INPUT_ROWS": 128, "WO": (128, 1024), "HEAD_ROWS": 192},
+    router: {"HIDDEN": 512, "EXPERTS": 24},
+    sampling: {"VOCABULARY": 9000},
 }
 
 
@@ -48,12 +59,14 @@ def interpreted(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("op", ["moe_experts", "attention", "conv_mix", "project"])
+@pytest.mark.parametrize(
+    "op", ["moe_experts", "attention", "conv_mix", "project", "router", "sampling"]
+)
 def test_every_variant_runs_and_is_right(op, tmp_path, monkeypatch):
     variants = {(case.op, case.variant): case for case in kernel_cases.cases()}
     monkeypatch.setattr(kernel_cases, "cases", variants.values)
     code, rows = bench(tmp_path / "rows.json", "--only", op)
-    assert [row for row in rows if not row.get("correct", "plain" in row["variant"])] == []
+    assert [row for row in rows if not row.get("correct", "xla" in row["variant"])] == []
     assert code == 0 and {row["op"] for row in rows} == {"limit", op}
 
 
