@@ -11,13 +11,14 @@ import os
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.quant import QuantTensor, Weights
-from pallas_kernels import moe_experts, rel_attention_decode
-from pallas_kernels.moe_experts import PackedExperts
+from pallas_kernels import moe_experts, rel_attention_decode, router, sampling
+from pallas_kernels.moe_experts import PackedExperts, Plan
 
-EXPERTS, ATTENTION = "moe_experts", "rel_attention_decode"
+OPERATIONS = ("moe_experts", "rel_attention_decode", "router", "sampling")
+EXPERTS, ATTENTION, ROUTER, SAMPLING = OPERATIONS
 KERNEL = "kernel"
 SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off, to compare with the plain versions
 CAPABILITY = 9.0  # Hopper; newer devices run the same code
@@ -93,12 +94,36 @@ def experts(
     w2: Weights,
     gate_cap: float,
     up_cap: float,
+    plan: Plan | None,
 ) -> Float[Array, "N D"]:
     """`moe.experts` by the kernel."""
     assert isinstance(w13, PackedExperts) and isinstance(w2, PackedExperts)
     return moe_experts.moe_experts(
-        z, picks, weights, w13, w2, gate_softcap=gate_cap, up_softcap=up_cap
+        z, picks, weights, w13, w2, plan, gate_softcap=gate_cap, up_softcap=up_cap
     )
+
+
+def takes_router(z: Float[Array, "N D"], w13: Weights, w2: Weights, k: int) -> bool:
+    """Tells whether the kernel routes so few tokens, to experts that a kernel computes from `z`."""
+    tokens, hidden = z.shape
+    if tokens > router.MAX_TOKENS:
+        return False
+    refusal = router.unsupported(tokens, hidden, k)
+    if not takes_experts(z, w13, w2):
+        refusal = refusal or "the experts take no plan"
+    return _choose(ROUTER, refusal)
+
+
+def route(
+    z: Float[Array, "N D"],
+    gate: Float[Array, "n D"],
+    bias: Float[Array, " n"],
+    real: Bool[Array, " N"],
+    k: int,
+    scale: float,
+) -> tuple[Int[Array, "N k"], Float[Array, "N k"], Plan]:
+    """`moe.route` of the real tokens by the kernel, and the plan; others pick n of weight 0."""
+    return router.route(z, gate, bias, real, k=k, scale=scale)
 
 
 def takes_attention(
@@ -143,6 +168,18 @@ def attend(
     return rel_attention_decode.rel_attention_decode(
         q, r, k, v, proj, sink, gate, start, count, window=window
     )
+
+
+def takes_sampling(vocabulary: int) -> bool:
+    """Tells whether the kernel finds where the filters end a row of so many logits."""
+    return _choose(SAMPLING, sampling.unsupported(vocabulary))
+
+
+def prefix_end(
+    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
+    """Value and id of the last token that top-k and top-p keep, by the kernel."""
+    return sampling.prefix_end(logits, top_k, top_p)
 
 
 def _choose(op: str, refusal: str | None) -> bool:

@@ -9,6 +9,8 @@ import pytest
 import test_kernel_conv_mix as mixing
 import test_kernel_moe_experts as moe
 import test_kernel_rel_attention_decode as attention
+import test_kernel_router as routing
+import test_kernel_sampling as ending
 import test_ops as step
 from test_gpu import NANO
 
@@ -25,6 +27,9 @@ from pallas_kernels.projections import shapes as thin
 from pallas_kernels.rel_attention_decode import reference as attention_reference
 from pallas_kernels.rel_attention_decode import rel_attention_decode
 from pallas_kernels.rel_attention_decode import shapes as attention_sizes
+from pallas_kernels.router import route
+from pallas_kernels.router import shapes as router_sizes
+from pallas_kernels.sampling.shapes import VOCABULARY
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,6 +131,34 @@ def test_projections(tokens):
     bounds = thin.INPUT_BOUNDS
     out = jax.jit(lambda x, w: projections.project(x, w, bounds).sum(axis=1))(x, weight)
     assert_close(out, projections_reference.project(x, weight, bounds), 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 17, 64])
+def test_router(tokens):
+    seed, k = np.random.SeedSequence().entropy % 2**31, router_sizes.PICKS
+    inputs = routing.make_inputs(seed, tokens, router_sizes.EXPERTS, router_sizes.HIDDEN)
+    z, gate, bias, real = inputs
+    gate = gate.at[100:300].set(gate[100])  # equal scores
+    z, bias = jnp.where(real[:, None], z, jnp.nan), bias.at[100:300].set(bias[100])
+    out = jax.jit(functools.partial(route, k=k, scale=routing.SCALE))(z, gate, bias, real)
+    routing.assert_routed(out, z, gate, bias, real, k, 1e-6)
+    within = [row[(row >= 100) & (row < 300)] for row in np.asarray(out[0])]
+    for row in within:
+        np.testing.assert_array_equal(row, 100 + np.arange(len(row)))
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "flat"])
+def test_sampling(kind):
+    top_k, top_p = np.array(ending.SETTINGS).T
+    if kind != "distinct":  # sums of 200,000 equal numbers are rounded too much to name a token
+        top_p = np.where((top_k > 50) & (top_p < 1), 0.0, top_p)
+    rng = np.random.default_rng()
+    logits = rng.normal(size=(len(top_k), VOCABULARY)).astype(np.float32) * 8
+    if kind == "ties":
+        logits = np.round(logits) + np.float32(0)
+    if kind == "flat":
+        logits[:] = -2.5
+    ending.assert_ends(logits, top_k, top_p, interpret=False)
 
 
 def test_a_decode_step_through_kernels(monkeypatch):

@@ -1,6 +1,7 @@
 """What runs as a kernel, that a GPU's decode step is made of kernels, and what it computes."""
 
 import dataclasses
+import functools
 import logging
 from collections import Counter
 
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from inkling_jax import attention, model, moe, ops, quant, short_conv
+from inkling_jax import attention, model, moe, ops, quant, sampling, short_conv
 from inkling_jax.cache import init_cache
 from inkling_jax.config import FULL, SLIDING
 from inkling_jax.generation import decode
@@ -91,10 +92,12 @@ def test_kernels_compute_what_the_plain_step_computes(on_gpu, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ops, "device_refusal", lambda: "it is told not to")
         plain = read_twice(bfloat16_params(), tokens)
-        assert ops.chosen() == dict.fromkeys((ops.EXPERTS, ops.ATTENTION), "it is told not to")
+        assert ops.chosen() == dict.fromkeys(
+            (ops.EXPERTS, ops.ATTENTION, ops.ROUTER), "it is told not to"
+        )
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)
     out = read_twice(pack_for_kernels(bfloat16_params(), CONFIG), tokens)
-    assert ops.chosen() == dict.fromkeys((ops.EXPERTS, ops.ATTENTION), ops.KERNEL)
+    assert ops.chosen() == dict.fromkeys((ops.EXPERTS, ops.ATTENTION, ops.ROUTER), ops.KERNEL)
     error = np.linalg.norm(out - plain) / np.linalg.norm(plain)
     assert 0 < error < 0.02
 
@@ -110,14 +113,37 @@ def primitives(jaxpr, found):
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_BLOCK])
-def test_a_decode_step_has_four_kernels_a_layer_and_no_branch(tokens, on_gpu):
+def test_a_decode_step_has_six_kernels_a_layer_and_no_branch(tokens, on_gpu):
     params = pack_for_kernels(bfloat16_params(), CONFIG)
     cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
     ids = jnp.zeros((2, tokens), jnp.int32)
     program = jax.make_jaxpr(decode, static_argnums=1)(params, CONFIG, ids, cache)
     found = primitives(program.jaxpr, Counter())
-    assert found["pallas_call"] == 4 * CONFIG.text.num_hidden_layers
+    assert found["pallas_call"] == 6 * CONFIG.text.num_hidden_layers
     assert not {"cond", "while", "scan"} & set(found)
+
+
+def test_the_kernel_draws_the_tokens_of_the_plain_sampler(on_gpu, monkeypatch):
+    interpreted = functools.partial(ops.sampling.prefix_end, interpret=True)
+    monkeypatch.setattr(ops.sampling, "prefix_end", interpreted)
+    logits = 3 * jax.random.normal(jax.random.key(0), (6, 9000))
+    settings = sampling.Sampling(
+        temperature=jnp.array([0.0, 0.7, 1.0, 1.0, 2.0, 1.0]),
+        top_k=jnp.array([0, 50, 0, 7, 0, 9000], jnp.int32),
+        top_p=jnp.array([1.0, 0.95, 0.9, 1.0, 0.99, 1.0]),
+        min_p=jnp.array([0.0, 0.0, 0.0, 0.05, 0.0, 0.0]),
+    )
+    keys, positions = sampling.keys_from_seeds(range(6)), jnp.arange(6)
+
+    def draw():
+        kept = sampling.filtered_logits(logits, settings)
+        return kept, sampling.draw(kept, keys, positions)
+
+    by_kernel = draw()
+    assert ops.chosen() == {ops.SAMPLING: ops.KERNEL}
+    monkeypatch.setattr(ops, "device_refusal", lambda: "it is told not to")
+    for found, plain in zip(by_kernel, draw(), strict=True):
+        np.testing.assert_array_equal(found, plain)
 
 
 def test_prefill_reads_the_packed_experts(on_gpu):
