@@ -23,6 +23,10 @@ SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off, to compare with the p
 CAPABILITY = 9.0  # Hopper; newer devices run the same code
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
+# Traced and lowered once for all layers of the same shapes: a kernel takes a second of that.
+_moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
+_rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
+
 _log = logging.getLogger(__name__)
 _chosen: dict[str, str] = {}
 
@@ -96,9 +100,7 @@ def experts(
 ) -> Float[Array, "N D"]:
     """`moe.experts` by the kernel."""
     assert isinstance(w13, PackedExperts) and isinstance(w2, PackedExperts)
-    return moe_experts.moe_experts(
-        z, picks, weights, w13, w2, gate_softcap=gate_cap, up_softcap=up_cap
-    )
+    return _moe_experts(z, picks, weights, w13, w2, gate_softcap=gate_cap, up_softcap=up_cap)
 
 
 def takes_attention(
@@ -140,9 +142,7 @@ def attend(
     window: int | None,
 ) -> Float[Array, "B T H d"]:
     """Gated attention to the cache by the kernel, in q's dtype; `gate` before its sigmoid."""
-    return rel_attention_decode.rel_attention_decode(
-        q, r, k, v, proj, sink, gate, start, count, window=window
-    )
+    return _rel_attention_decode(q, r, k, v, proj, sink, gate, start, count, window=window)
 
 
 def _choose(op: str, refusal: str | None) -> bool:

@@ -53,7 +53,8 @@ def bfloat16_params():
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Chooses as on a GPU, forgetting what was chosen before."""
+    """Chooses as on a GPU, forgetting what was chosen and traced before."""
+    jax.clear_caches()
     monkeypatch.setattr(ops, "device_refusal", lambda: None)
     monkeypatch.setattr(ops, "_chosen", {})
     ops._announce.cache_clear()
