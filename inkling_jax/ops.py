@@ -7,14 +7,16 @@ and is logged once: as a warning where a GPU has the kernel and the kernel refus
 import functools
 import logging
 import os
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from inkling_jax.cache import LayerCache
 from inkling_jax.quant import QuantTensor, Weights
-from pallas_kernels import moe_experts, rel_attention_decode
+from pallas_kernels import moe_experts, projections, qkv_prep, rel_attention_decode
 from pallas_kernels.moe_experts import PackedExperts
 
 EXPERTS, ATTENTION = "moe_experts", "rel_attention_decode"
@@ -23,8 +25,12 @@ SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off, to compare with the p
 CAPABILITY = 9.0  # Hopper; newer devices run the same code
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
-# Traced and lowered once for all layers of the same shapes: a kernel takes a second of that.
+# Kernels are traced and lowered, which takes a second each, once for layers of the same shapes.
 _moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
+_project = jax.jit(projections.project)
+prepare = jax.jit(
+    qkv_prep.qkv_prep, static_argnames=("qk_threshold", "rel_threshold", "eps", "log_scaling")
+)
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
 
 _log = logging.getLogger(__name__)
@@ -104,29 +110,48 @@ def experts(
 
 
 def takes_attention(
-    q: Float[Array, "B T H d"],
-    r: Float[Array, "B T H R"],
-    k: Float[Array, "B S K d"],
+    z: Float[Array, "B T D"],
+    cache: LayerCache,
+    heads: int,
+    d_rel: int,
+    taps: int,
     window: int | None,
     ring: int,
 ) -> bool:
-    """Tells whether the kernel attends from so few tokens to the cache `k`, which has them.
+    """Tells whether kernels project, prepare and attend from so few tokens, writing the cache.
 
     Args:
-      ring: slots of the whole cache, S unless it is split over devices.
+      z: an input of the projections.
+      cache: of the layer.
+      heads, d_rel, taps, window: query heads, size of r, convolution kernel, reach.
+      ring: slots of the whole cache, those of `cache` unless it is split over devices.
     """
-    _, tokens, heads, dim = q.shape
+    batch, tokens, hidden = z.shape
     if tokens > MAX_QUERIES:
         return False
-    slots, kv_heads = k.shape[1:3]
-    refusal = rel_attention_decode.unsupported(
-        tokens, heads, kv_heads, dim, r.shape[3], slots, window
+    slots, kv_heads, dim = cache.k.shape[1:]
+    refusal = (
+        projections.unsupported(batch * tokens, hidden)
+        or projections.unsupported(batch * tokens, heads * dim)
+        or qkv_prep.unsupported(tokens, dim, d_rel, slots, cache.conv.k.shape[1], taps)
+        or rel_attention_decode.unsupported(tokens, heads, kv_heads, dim, d_rel, slots, window)
     )
-    if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
-        refusal = f"queries and keys are {q.dtype.name} and {k.dtype.name}, not bfloat16"
+    if z.dtype != jnp.bfloat16 or cache.k.dtype != jnp.bfloat16:
+        refusal = f"activations and keys are {z.dtype.name} and {cache.k.dtype.name}, not bfloat16"
     if slots != ring:
         refusal = f"each device has {slots} of the {ring} slots of full layers (cp)"
     return _choose(ATTENTION, refusal)
+
+
+def project(
+    products: Sequence[tuple[Float[Array, "B T _"], Float[Array, "..."]]],
+) -> list[Float[Array, "B T ..."]]:
+    """Multiplies each input by its weight [..., D], all in one launch; float32 [B, T, ...]."""
+    flat = [(x.reshape(-1, x.shape[2]), w.reshape(-1, w.shape[-1])) for x, w in products]
+    outs = _project(flat)
+    return [
+        y.reshape(*x.shape[:2], *w.shape[:-1]) for y, (x, w) in zip(outs, products, strict=True)
+    ]
 
 
 def attend(
