@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from scripts.kernel_cases import attention, conv_mix, limits, moe_experts, projections
+from scripts.kernel_cases import (
+    attention,
+    conv_mix,
+    limits,
+    moe_experts,
+    projections,
+    qkv_prep,
+)
 from scripts.kernel_cases.case import Case
 
 __all__ = ["Case", "cases"]
@@ -10,5 +17,5 @@ __all__ = ["Case", "cases"]
 
 def cases() -> Iterator[Case]:
     """Yields all rows; the first is the read ceiling."""
-    for module in (limits, moe_experts, attention, conv_mix, projections):
+    for module in (limits, moe_experts, attention, conv_mix, projections, qkv_prep):
         yield from module.cases()
