@@ -20,14 +20,17 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode_step.parts import (
+from flax import nnx
+
+from inkling_jax import ops
+from scripts.decode_step.parts import (
     MAX_BLOCK,
     ROOM,
     Part,
@@ -37,10 +40,7 @@ from decode_step.parts import (
     random_params,
     smoke_size,
 )
-from decode_step.programs import Case, all_cases, compile_all, far_apart, launches
-from flax import nnx
-
-from inkling_jax import ops
+from scripts.decode_step.programs import Case, all_cases, compile_all, far_apart, launches
 
 CONTEXTS, SMOKE_CONTEXTS = (8 * 1024, 100 * 1024), (32, 64)
 ACCEPTANCE = 3.5  # tokens a step, of the peer's announcement: for the projection
@@ -204,7 +204,7 @@ def plot(result: dict[str, Any], target: Path) -> None:
     figure.savefig(target)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="comma-separated beginnings: rank/kernels/8, …")
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a CPU")
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--out", type=Path, default=Path("scripts/results/decode_h200.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * args.minutes
     git = ["git", "rev-parse", "HEAD"]
     rate = read_rate(1 << 20 if args.smoke else 1 << 32)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decode_step.parts import MAX_BLOCK, Part, random_cache, random_params
 from inkling_jax import ops
 from inkling_jax.generation import decode
 from inkling_jax.model import forward
 from inkling_jax.moe import experts
+from scripts.decode_step.parts import MAX_BLOCK, Part, random_cache, random_params
 
 STRIDE = 7919  # between the ids of a step's tokens
 
