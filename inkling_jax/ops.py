@@ -126,13 +126,13 @@ def takes_attention(
       heads, d_rel, taps, window: query heads, size of r, convolution kernel, reach.
       ring: slots of the whole cache, those of `cache` unless it is split over devices.
     """
-    batch, tokens, hidden = z.shape
+    _, tokens, hidden = z.shape
     if tokens > MAX_QUERIES:
         return False
     slots, kv_heads, dim = cache.k.shape[1:]
     refusal = (
-        projections.unsupported(batch * tokens, hidden)
-        or projections.unsupported(batch * tokens, heads * dim)
+        projections.unsupported(1, hidden)
+        or projections.unsupported(1, heads * dim)
         or qkv_prep.unsupported(tokens, dim, d_rel, slots, cache.conv.k.shape[1], taps)
         or rel_attention_decode.unsupported(tokens, heads, kv_heads, dim, d_rel, slots, window)
     )
@@ -146,9 +146,15 @@ def takes_attention(
 def project(
     products: Sequence[tuple[Float[Array, "B T _"], Float[Array, "..."]]],
 ) -> list[Float[Array, "B T ..."]]:
-    """Multiplies each input by its weight [..., D], all in one launch; float32 [B, T, ...]."""
+    """Multiplies each input by its weight [..., D]; float32 [B, T, ...].
+
+    Up to 64 rows take one launch of the kernel; more are left to XLA's products.
+    """
     flat = [(x.reshape(-1, x.shape[2]), w.reshape(-1, w.shape[-1])) for x, w in products]
-    outs = _project(flat)
+    if flat[0][0].shape[0] <= projections.MAX_TOKENS:
+        outs = _project(flat)
+    else:
+        outs = [jnp.dot(x, w.T, preferred_element_type=jnp.float32) for x, w in flat]
     return [
         y.reshape(*x.shape[:2], *w.shape[:-1]) for y, (x, w) in zip(outs, products, strict=True)
     ]

@@ -138,6 +138,13 @@ def test_prefill_reads_the_packed_experts(on_gpu):
     assert ops.EXPERTS not in ops.chosen()
 
 
+def test_products_of_many_rows_are_left_to_xla():
+    keys = jax.random.split(jax.random.key(0))
+    x, weight = jax.random.normal(keys[0], (13, 5, 32)), jax.random.normal(keys[1], (3, 4, 32))
+    [out] = ops.project([(x, weight)])
+    np.testing.assert_allclose(out, jnp.einsum("btd,hkd->bthk", x, weight), atol=1e-5)
+
+
 def takes_attention(tokens, dtype=jnp.bfloat16, devices=1):
     """What is chosen for a block of tokens in a sliding layer."""
     text = CONFIG.text

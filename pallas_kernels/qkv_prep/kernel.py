@@ -53,8 +53,9 @@ def _body(kinds, qk_threshold, rel_threshold, eps, log_scaling, q_ref, r_ref, k_
             floor, alpha = log_scaling
             position = (start + token + 1).astype(jnp.float32)
             tau += alpha * jnp.log(jnp.maximum(position / floor, 1.0))
-        parts = (q_ref, q_scale_ref, q_out, qk_threshold), (r_ref, r_scale_ref, r_out, rel_threshold)
-        for ref, scale_ref, out_ref, threshold in parts:
+        of_q = (q_ref, q_scale_ref, q_out, qk_threshold)
+        of_r = (r_ref, r_scale_ref, r_out, rel_threshold)
+        for ref, scale_ref, out_ref, threshold in (of_q, of_r):
             lane = jnp.arange(ref.shape[3], dtype=jnp.int32)[None]
             at = (row, jnp.minimum(token, tokens - 1), line, lane)
             x = plt.load(ref.at[at], mask=valid, other=0)

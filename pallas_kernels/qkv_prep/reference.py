@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 
 def qkv_prep(
-    q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_cache, v_cache, k_state, v_state, start, lengths,
-    *, qk_threshold, rel_threshold, eps, log_scaling=None,
+    q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_cache, v_cache, k_state, v_state,
+    start, lengths, *, qk_threshold, rel_threshold, eps, log_scaling=None,
 ):  # fmt: skip
     """Arguments and results are those of the kernel; invalid tokens give zeros."""
     token = jnp.arange(q.shape[1])
