@@ -17,6 +17,7 @@ from scripts.kernel_cases import (
     limits,
     moe_experts,
     projections,
+    qkv_prep,
     router,
     sampling,
 )
@@ -29,7 +30,11 @@ TOY = {
         **{"HEADS": 6, "KV_HEADS": 1, "DIM": 64},
     },
     conv_mix: {"HIDDEN": 512, "PARTS": 2},
-    projections: {"HIDDEN": 512, "INPUT_ROWS": 128, "WO": (128, 1024), "HEAD_ROWS": 192},
+    projections: {
+        **{"HIDDEN": 512, "SLIDING": (128, 8, 64), "RANK": (64, 2), "FULL": (64, 8, 4)},
+        **{"WO": (128, 1024), "HEAD_ROWS": 192},
+    },
+    qkv_prep: {"HEADS": 6, "KV_HEADS": 2, "DIM": 8, "RANKS": 4, "SLOTS": 16},
     router: {"HIDDEN": 512, "EXPERTS": 24},
     sampling: {"VOCABULARY": 9000},
 }
@@ -60,13 +65,14 @@ def interpreted(monkeypatch):
 @pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    "op", ["moe_experts", "attention", "conv_mix", "project", "router", "sampling"]
+    "op",
+    ["moe_experts", "attention", "conv_mix", "project", "qkv_prep", "router", "sampling"],
 )
 def test_every_variant_runs_and_is_right(op, tmp_path, monkeypatch):
     variants = {(case.op, case.variant): case for case in kernel_cases.cases()}
     monkeypatch.setattr(kernel_cases, "cases", variants.values)
     code, rows = bench(tmp_path / "rows.json", "--only", op)
-    assert [row for row in rows if not row.get("correct", "xla" in row["variant"])] == []
+    assert [row for row in rows if not row.get("correct", "plain" in row["variant"])] == []
     assert code == 0 and {row["op"] for row in rows} == {"limit", op}
 
 

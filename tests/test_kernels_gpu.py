@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import test_kernel_conv_mix as mixing
 import test_kernel_moe_experts as moe
+import test_kernel_projections as thin_products
+import test_kernel_qkv_prep as preparing
 import test_kernel_rel_attention_decode as attention
 import test_kernel_router as routing
 import test_kernel_sampling as ending
@@ -24,6 +26,9 @@ from pallas_kernels.moe_experts import reference as moe_reference
 from pallas_kernels.moe_experts import shapes as sizes
 from pallas_kernels.projections import reference as projections_reference
 from pallas_kernels.projections import shapes as thin
+from pallas_kernels.qkv_prep import qkv_prep
+from pallas_kernels.qkv_prep import reference as preparing_reference
+from pallas_kernels.qkv_prep import shapes as preparing_sizes
 from pallas_kernels.rel_attention_decode import reference as attention_reference
 from pallas_kernels.rel_attention_decode import rel_attention_decode
 from pallas_kernels.rel_attention_decode import shapes as attention_sizes
@@ -124,13 +129,35 @@ def test_conv_mix(tokens, keep, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 17, 64])
-def test_projections(tokens):
-    keys = jax.random.split(jax.random.key(np.random.SeedSequence().entropy % 2**31), 2)
-    x = jax.random.normal(keys[0], (3, tokens, thin.HIDDEN)).astype(jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (thin.INPUT_ROWS - 18, thin.HIDDEN)).astype(jnp.bfloat16)
-    bounds = thin.INPUT_BOUNDS
-    out = jax.jit(lambda x, w: projections.project(x, w, bounds).sum(axis=1))(x, weight)
-    assert_close(out, projections_reference.project(x, weight, bounds), 1e-5)
+@pytest.mark.parametrize("rows", [thin.FULL, thin.RANK])
+def test_projections(tokens, rows):
+    key = jax.random.key(np.random.SeedSequence().entropy % 2**31)
+    shapes = [(n, thin.HIDDEN) for n in rows] + [thin.WO]
+    products = thin_products.make_products(key, tokens, shapes, jnp.bfloat16)
+    outs = jax.jit(projections.project)(products)
+    for out, expected in zip(outs, projections_reference.project(products), strict=True):
+        assert_close(out, expected, 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_qkv_prep(tokens, dynamic, monkeypatch):
+    for name in ("HEADS", "KV_HEADS", "DIM", "RANKS"):
+        monkeypatch.setattr(preparing, name, getattr(preparing_sizes, name))
+    slots, conv_slots = (5000 if dynamic else 1032), preparing_sizes.TAPS - 1 + tokens
+    inputs = preparing.make_inputs(tokens, 3, tokens, slots, conv_slots, dynamic, jnp.bfloat16)
+    scaling = {"log_scaling": (1000, 0.1)} if dynamic else {}
+    options = preparing_sizes.OPTIONS | scaling
+    # Sums of other order: neither a clip's edge nor a rounding to bfloat16 may fall elsewhere.
+    tolerance = {"q": 5e-3, "r": 5e-3, "k_cache": 5e-3, "v_cache": 5e-3}
+    for start in ([0, 1, 2], [1030, 1023, 4990]):
+        lengths = [tokens, max(tokens - 2, 0), 1]
+        where = {"start": jnp.array(start, jnp.int32), "lengths": jnp.array(lengths, jnp.int32)}
+        expected = preparing_reference.qkv_prep(**inputs, **where, **options)
+        run = jax.jit(functools.partial(qkv_prep, **where, **options))
+        out = run(**preparing.poison(inputs, lengths))
+        for name, x, wanted in zip(out._fields, out, expected, strict=True):
+            assert_close(x, wanted, tolerance.get(name, 1e-6))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 8, 17, 64])

@@ -54,7 +54,8 @@ def bfloat16_params():
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Chooses as on a GPU, forgetting what was chosen before."""
+    """Chooses as on a GPU, forgetting what was chosen and traced before."""
+    jax.clear_caches()
     monkeypatch.setattr(ops, "device_refusal", lambda: None)
     monkeypatch.setattr(ops, "_chosen", {})
     ops._announce.cache_clear()
@@ -113,13 +114,13 @@ def primitives(jaxpr, found):
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_BLOCK])
-def test_a_decode_step_has_six_kernels_a_layer_and_no_branch(tokens, on_gpu):
+def test_a_decode_step_has_nine_kernels_a_layer_and_no_branch(tokens, on_gpu):
     params = pack_for_kernels(bfloat16_params(), CONFIG)
     cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
     ids = jnp.zeros((2, tokens), jnp.int32)
     program = jax.make_jaxpr(decode, static_argnums=1)(params, CONFIG, ids, cache)
     found = primitives(program.jaxpr, Counter())
-    assert found["pallas_call"] == 6 * CONFIG.text.num_hidden_layers
+    assert found["pallas_call"] == 9 * CONFIG.text.num_hidden_layers
     assert not {"cond", "while", "scan"} & set(found)
 
 
@@ -163,18 +164,35 @@ def test_prefill_reads_the_packed_experts(on_gpu):
     assert ops.EXPERTS not in ops.chosen()
 
 
+def test_products_of_many_rows_are_left_to_xla():
+    keys = jax.random.split(jax.random.key(0))
+    x, weight = jax.random.normal(keys[0], (13, 5, 32)), jax.random.normal(keys[1], (3, 4, 32))
+    [out] = ops.project([(x, weight)])
+    np.testing.assert_allclose(out, jnp.einsum("btd,hkd->bthk", x, weight), atol=1e-5)
+
+
+def takes_attention(tokens, dtype=jnp.bfloat16, devices=1):
+    """What is chosen for a block of tokens in a sliding layer."""
+    text = CONFIG.text
+    cache = jax.eval_shape(lambda: init_cache(text, 1, 64, MAX_BLOCK, dtype)).layers[0]
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+    z = jnp.zeros((1, tokens, text.hidden_size), dtype)
+    shape = text.attention(0)
+    sizes = shape.heads, text.d_rel, text.conv_kernel_size, shape.window
+    return ops.takes_attention(z, cache, *sizes, devices * cache.k.shape[1])
+
+
 def test_a_choice_is_logged_once(on_gpu, caplog):
     caplog.set_level(logging.INFO, "inkling_jax.ops")
-    q, r = jnp.zeros((1, 2, 6, 64), jnp.bfloat16), jnp.zeros((1, 2, 6, 16), jnp.bfloat16)
-    k = jnp.zeros((1, 32, 1, 64), jnp.bfloat16)
+    refusal = "the ring of the convolution has 7 slots, it needs 8"
     for _ in range(2):
-        assert ops.takes_attention(q, r, k, 16, 32)
-        assert not ops.takes_attention(q[..., :48], r, k[..., :48], 16, 32)
+        assert takes_attention(2)
+        assert not takes_attention(MAX_BLOCK + 1)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "rel_attention_decode: kernel"),
-        ("WARNING", "rel_attention_decode: plain JAX, head_dim is 48, not 64 or 128"),
+        ("WARNING", f"rel_attention_decode: plain JAX, {refusal}"),
     ]
-    assert ops.chosen() == {ops.ATTENTION: "head_dim is 48, not 64 or 128"}
+    assert ops.chosen() == {ops.ATTENTION: refusal}
 
 
 def test_refusals_name_what_does_not_fit(on_gpu):
@@ -185,11 +203,10 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     assert ops.chosen()[ops.EXPERTS] == "activations are float32, not bfloat16"
     assert not ops.takes_experts(z.astype(jnp.bfloat16), w13, w2)
     assert ops.chosen()[ops.EXPERTS] == "the experts were not packed by `load`"
-    q, r, k = (jnp.zeros(s, jnp.float32) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
-    assert not ops.takes_attention(q, r, k, None, 32)
+    assert not takes_attention(1, jnp.float32)
     assert "float32" in ops.chosen()[ops.ATTENTION]
-    assert not ops.takes_attention(*(x.astype(jnp.bfloat16) for x in (q, r, k)), None, 64)
-    assert ops.chosen()[ops.ATTENTION] == "each device has 32 of the 64 slots of full layers (cp)"
+    assert not takes_attention(1, devices=2)
+    assert ops.chosen()[ops.ATTENTION] == "each device has 12 of the 24 slots of full layers (cp)"
 
 
 def test_a_cpu_packs_nothing():
@@ -200,7 +217,6 @@ def test_a_cpu_packs_nothing():
 
 
 def test_a_model_spread_over_devices_keeps_the_plain_path(on_gpu):
-    q, r, k = (jnp.zeros(s, jnp.bfloat16) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
     with jax.set_mesh(jax.make_mesh((2,), ("tensor",))):
-        assert not ops.takes_attention(q, r, k, None, 32)
+        assert not takes_attention(1)
     assert ops.chosen()[ops.ATTENTION] == "the model is spread over 2 devices"

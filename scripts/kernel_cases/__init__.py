@@ -8,6 +8,7 @@ from scripts.kernel_cases import (
     limits,
     moe_experts,
     projections,
+    qkv_prep,
     router,
     sampling,
 )
@@ -18,5 +19,6 @@ __all__ = ["Case", "cases"]
 
 def cases() -> Iterator[Case]:
     """Yields all rows; the first is the read ceiling."""
-    for module in (limits, moe_experts, attention, conv_mix, projections, router, sampling):
+    modules = limits, moe_experts, attention, conv_mix, projections, qkv_prep, router, sampling
+    for module in modules:
         yield from module.cases()
