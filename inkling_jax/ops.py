@@ -40,6 +40,7 @@ prepare = jax.jit(
     qkv_prep.qkv_prep, static_argnames=("qk_threshold", "rel_threshold", "eps", "log_scaling")
 )
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
+_route = jax.jit(router.route, static_argnames=("k", "scale"))
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, str] = {}
@@ -138,7 +139,7 @@ def route(
     scale: float,
 ) -> tuple[Int[Array, "N k"], Float[Array, "N k"], Plan]:
     """`moe.route` of the real tokens by the kernel, and the plan; others pick n of weight 0."""
-    return router.route(z, gate, bias, real, k=k, scale=scale)
+    return _route(z, gate, bias, real, k=k, scale=scale)
 
 
 def takes_attention(
