@@ -35,6 +35,7 @@ MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
 # Kernels are traced and lowered, which takes a second each, once for layers of the same shapes.
 _moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
+_route = jax.jit(router.route, static_argnames=("k", "scale"))
 _project = jax.jit(projections.project)
 prepare = jax.jit(
     qkv_prep.qkv_prep, static_argnames=("qk_threshold", "rel_threshold", "eps", "log_scaling")
