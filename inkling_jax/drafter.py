@@ -218,11 +218,11 @@ def extend(
     """Adds `count[b]` of T tokens from position `start[b]` on to the context.
 
     Args:
-      taps: the target's outputs for these tokens, at `config.target_layer_ids`.
+      taps: the target's float32 outputs for these tokens, at `config.target_layer_ids`.
     """
     drafter = nnx.merge(graphdef(config), params)
     with jax.named_scope("draft_context"):
-        joined = jnp.concatenate(taps, axis=-1)
+        joined = jnp.concatenate(taps, axis=-1).astype(drafter.fc[...].dtype)
         c = einsum("btd,ed->bte", joined, drafter.fc[...])
         c = drafter.hidden_norm(c, joined.dtype)
         position = start[:, None] + jnp.arange(c.shape[1])

@@ -62,8 +62,11 @@ class DecoderLayer(nnx.Module):
         experts: Experts,
         collectives: Collectives,
     ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]], LayerCache]:
-        """Returns (the new running sum, the finished blocks, the new cache)."""
-        dtype = x.dtype
+        """Returns (the new running sum, the finished blocks, the new cache).
+
+        Sums stay float32; what products read has the parameters' dtype, but for the router's.
+        """
+        dtype = self.attn.wq[...].dtype
         with jax.named_scope("attention"):
             h = x if self.attn_query is None else mix(self.attn_query[...], blocks, x)
             z_q, z_k, z_v = self._attention_inputs(h, dtype)
@@ -73,15 +76,15 @@ class DecoderLayer(nnx.Module):
         if self.starts_block:
             blocks, r = [*blocks, x], a
         else:
-            r = x.astype(jnp.float32) + a
+            r = x + a
         with jax.named_scope("moe"):
-            z = self.mlp_norm(mix(self.mlp_query[...], blocks, r), dtype)
+            z = self.mlp_norm(mix(self.mlp_query[...], blocks, r), jnp.float32)
             own = collectives.own_experts(experts)
-            m = self.moe(z, jnp.arange(x.shape[1]) < count[:, None], own)
+            m = self.moe(z, dtype, jnp.arange(x.shape[1]) < count[:, None], own)
             m = collectives.sum_experts(m)
             m, mlp_state = self.mlp_conv(m, cache.conv.mlp, start, count)
         conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
-        return (r + m).astype(dtype), blocks, LayerCache(cache.k, cache.v, conv)
+        return r + m, blocks, LayerCache(cache.k, cache.v, conv)
 
     def _attention_inputs(self, h, dtype):
         """Returns the normed inputs of (q, k, v)."""
@@ -212,9 +215,9 @@ def _forward(
     start = cache.length
     with jax.named_scope("embed"):
         weight = model.embed.weight[...]
-        x = model.embed_norm(collectives.lookup(weight, tokens), weight.dtype)
+        x = model.embed_norm(collectives.lookup(weight, tokens), jnp.float32)
         if features is not None and image_index is not None:
-            image = features.astype(x.dtype)[jnp.maximum(image_index, 0)]
+            image = features.astype(jnp.float32)[jnp.maximum(image_index, 0)]
             x = jnp.where((image_index >= 0)[..., None], image, x)
     outputs, blocks, layers = {-1: x}, [], []
     for i, layer in enumerate(model.layers):
@@ -224,7 +227,7 @@ def _forward(
         outputs[i] = x
         layers.append(state)
     with jax.named_scope("final"):
-        hidden = model.norm(mix(model.output_query[...], blocks, x), x.dtype)
+        hidden = model.norm(mix(model.output_query[...], blocks, x), weight.dtype)
     cache = Cache(tuple(layers), start + lengths)
     return Forward(hidden, cache, tuple(outputs[i] for i in taps))
 

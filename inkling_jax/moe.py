@@ -37,9 +37,16 @@ class Moe(nnx.Module):
         self.w2 = param((n, hidden, width), ("experts", "embed", "expert_width"), dtype)
 
     def __call__(
-        self, z: Float[Array, "B T D"], real: Bool[Array, "B T"], experts: Experts
+        self,
+        z: Float[Array, "B T D"],
+        dtype: DTypeLike,
+        real: Bool[Array, "B T"],
+        experts: Experts,
     ) -> Float[Array, "B T D"]:
-        """Returns the weighted sum of each real token's experts, float32; padding gives zeros."""
+        """Returns the weighted sum of each real token's experts, float32; padding gives zeros.
+
+        The router reads z as it is, the experts in `dtype`.
+        """
         config = self.config
         flat = z.reshape(-1, z.shape[-1])
         picks, weights = route(
@@ -50,7 +57,7 @@ class Moe(nnx.Module):
         weights = jnp.where(real, weights, 0.0)
         w13, w2 = self.w13.get_value(), self.w2.get_value()
         caps = (config.mlp_gate_softcap, config.mlp_up_softcap)
-        return experts(flat, picks, weights, w13, w2, *caps).reshape(z.shape)
+        return experts(flat.astype(dtype), picks, weights, w13, w2, *caps).reshape(z.shape)
 
 
 def route(

@@ -9,14 +9,12 @@ from nano's corpus in WORK. Writes RESULT.json and RESULT.png; the table goes to
 import argparse
 import dataclasses
 import json
-import platform
-import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from nano import batches, tasks
+from nano.stamp import stamp
 
 import inkling_jax as ij
 from inkling_jax.engine import Engine
@@ -40,23 +38,30 @@ def draw(kind: str, source: batches.Source, seed: int) -> str | list[int]:
     return f"{tasks.hide(rng, text, names)}\n\n{tasks.ask(name, names[name])[0]}"
 
 
-def acceptance(engine: Engine, prompts: list[Any], temperature: float) -> dict[str, Any]:
-    """Returns tokens per round with a 95 % interval over prompts, and acceptance by position."""
-    settings = [
-        ij.SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=i)
-        for i in range(len(prompts))
-    ]
-    outputs = engine.generate(prompts, settings)
+def acceptance(
+    engine: Engine, kind: str, source: batches.Source, temperature: float, prompts: int
+) -> dict[str, Any]:
+    """Returns tokens per round with a 95 % interval over prompts, and acceptance by position.
+
+    Replies may end early; so batches of `prompts` are drawn until there are `TOKENS` for each.
+    """
+    outputs: list[ij.GenerationOutput] = []
+    while sum(len(o.token_ids) - 1 for o in outputs) < prompts * TOKENS:
+        seeds = range(len(outputs), len(outputs) + prompts)
+        settings = [
+            ij.SamplingParams(temperature=temperature, max_tokens=TOKENS + 1, seed=i) for i in seeds
+        ]
+        outputs += engine.generate([draw(kind, source, i) for i in seeds], settings)
     rounds = np.array([len(o.stats["rounds"]) for o in outputs])
     tokens = np.array([len(o.token_ids) - 1 for o in outputs])
-    draws = np.random.default_rng(0).integers(len(prompts), size=(2000, len(prompts)))
+    draws = np.random.default_rng(0).integers(len(outputs), size=(500, len(outputs)))
     spread = tokens[draws].sum(axis=1) / np.maximum(rounds[draws].sum(axis=1), 1)
     entries = [entry for o in outputs for entry in o.stats["rounds"]]
     accepted = np.array([entry["accepted"] for entry in entries])
     proposed = np.array([entry["proposed"] for entry in entries])
     places = range(1, proposed.max() + 1)
     return {
-        "prompts": len(prompts),
+        "prompts": len(outputs),
         "tokens": int(tokens.sum()),
         "acceptance_length": round(float(tokens.sum() / rounds.sum()), 3),
         "interval": np.round(np.quantile(spread, [0.025, 0.975]), 3).tolist(),
@@ -67,12 +72,14 @@ def acceptance(engine: Engine, prompts: list[Any], temperature: float) -> dict[s
     }
 
 
-def speed(engine: Engine, prompts: list[Any], temperature: float) -> dict[str, float]:
+def speed(
+    engine: Engine, prompts: list[Any], temperature: float, ignore_eos: bool
+) -> dict[str, float]:
     """Returns tokens per second of decoding one row at a time, the first prompt for warming up."""
     tokens, seconds, rounds = 0, 0.0, 0
     for i, prompt in enumerate([prompts[0], *prompts]):
         setting = ij.SamplingParams(
-            temperature=temperature, max_tokens=TOKENS, seed=i, ignore_eos=True
+            temperature=temperature, max_tokens=TOKENS + 1, seed=i, ignore_eos=ignore_eos
         )
         [output] = engine.generate([prompt], setting)
         if i:
@@ -89,22 +96,23 @@ def speed(engine: Engine, prompts: list[Any], temperature: float) -> dict[str, f
 def main() -> None:
     """Runs all measurements and writes them down."""
     args = _arguments()
-    batches.prepare(args.work)
+    batches.prepare(args.work, Path(args.model) / "tokenizer.json")
     source = batches.open_source(args.work, held_out=True)
     auto = ij.load(args.model, drafter=args.drafter, draft_tokens="auto")
     drafter = auto.speculator
     if drafter is None or drafter.cost is None:
         raise SystemExit(f"{args.drafter}: no drafter was found")
     result: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **stamp(Path(args.model)),
         "block_size": drafter.drafts,
         "cost_by_width": np.round(np.asarray(drafter.cost), 3).tolist(),
         "acceptance": {},
         "speed": {},
     }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
     def with_width(width: int | str | None) -> Engine:
         if width == "auto":
@@ -114,9 +122,8 @@ def main() -> None:
 
     whole = with_width(drafter.drafts)
     for kind in KINDS:
-        prompts = [draw(kind, source, i) for i in range(args.prompts)]
         for temperature in (0.0, 1.0):
-            found = acceptance(whole, prompts, temperature)
+            found = acceptance(whole, kind, source, temperature, args.prompts)
             result["acceptance"][f"{kind}, temperature {temperature:g}"] = found
             low, high = found["interval"]
             print(
@@ -124,13 +131,16 @@ def main() -> None:
                 f"a round [{low:.2f}, {high:.2f}], by position {found['acceptance_by_position']}",
                 flush=True,
             )
+            write()
     prompts = [draw(kind, source, 500 + i) for i in range(args.speed) for kind in KINDS[:2]]
     for width in (None, *args.widths, "auto"):
-        found = speed(with_width(width), prompts, 1.0)
-        result["speed"]["none" if width is None else str(width)] = found
-        print(f"drafts {width}: {found}", flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        engine, name = with_width(width), "none" if width is None else str(width)
+        result["speed"][name] = {
+            "whole replies": speed(engine, prompts, 1.0, ignore_eos=False),
+            f"{TOKENS} tokens": speed(engine, prompts, 1.0, ignore_eos=True),
+        }
+        print(f"drafts {name}: {result['speed'][name]}", flush=True)
+        write()
     plot(result, args.out.with_suffix(".png"))
 
 
@@ -148,8 +158,9 @@ def plot(result: dict[str, Any], file: Path) -> None:
     left.set(xlabel="draft", ylabel="share accepted, with all before it", ylim=(0, 1))
     left.legend(fontsize=7)
     names = list(result["speed"])
-    right.bar(names, [result["speed"][name]["tokens_per_second"] for name in names])
-    right.set(xlabel="drafts verified", ylabel="tokens per second, one row")
+    rates = [result["speed"][name]["whole replies"]["tokens_per_second"] for name in names]
+    right.bar(names, rates)
+    right.set(xlabel="drafts verified", ylabel="tokens per second, one row, whole replies")
     figure.suptitle(f"{result['device']}, block of {result['block_size']}")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
@@ -161,8 +172,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", default="auto", help="its directory, or auto")
     parser.add_argument("--work", type=Path, required=True, help="nano's corpus")
     parser.add_argument("--out", type=Path, required=True, help="result, without a suffix")
-    parser.add_argument("--prompts", type=int, default=112, help="of each kind")
-    parser.add_argument("--speed", type=int, default=8, help="prompts of each kind to time")
+    parser.add_argument("--prompts", type=int, default=112, help="of each kind, at least")
+    parser.add_argument("--speed", type=int, default=32, help="prompts of each kind to time")
     parser.add_argument("--widths", type=int, nargs="*", default=[1, 3, 5, 7])
     return parser.parse_args()
 

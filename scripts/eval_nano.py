@@ -8,6 +8,7 @@ preprocessing; an answer counts if greedy generation gives exactly it.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -39,6 +40,7 @@ def main() -> None:
     model = ij.load(args.model)
     source = questions.make_source(documents, model, args.model)
     tasks = make_tasks(model, source, args.items)
+    print(f"items drawn after {time.monotonic() - began:.0f} s", flush=True)
     trained = json.loads(args.train.read_text()) if args.train.exists() else {}
     result = {
         **stamp(args.model),
@@ -89,14 +91,19 @@ def measure(
 ) -> dict[str, Any]:
     """Returns bits per byte and, for every task, the share of exact answers."""
     batch_tokens = TRAINED_LENGTH * (8 if jax.default_backend() == "gpu" else 1)
-    found: dict[str, Any] = {"text": teacher.bits_per_byte(model, source, windows, batch_tokens)}
-    for task, items in tasks.items():
-        verdicts = teacher.exact(model, items, batch_tokens)
+
+    def exact(task: str) -> dict[str, Any]:
+        verdicts = teacher.exact(model, tasks[task], batch_tokens)
         groups: dict[str, list[bool]] = {}
-        for item, right in zip(items, verdicts, strict=True):
+        for item, right in zip(tasks[task], verdicts, strict=True):
             groups.setdefault(item.group, []).append(right)
-        found[task] = {**share(verdicts), "groups": {g: share(v) for g, v in groups.items()}}
-    return found
+        print(task, share(verdicts), flush=True)
+        return {**share(verdicts), "groups": {g: share(v) for g, v in groups.items()}}
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # programs compile at the same time
+        text = pool.submit(teacher.bits_per_byte, model, source, windows, batch_tokens)
+        found = dict(zip(tasks, pool.map(exact, tasks), strict=True))
+        return {"text": text.result(), **found}
 
 
 def share(verdicts: Sequence[bool]) -> dict[str, Any]:
@@ -113,8 +120,8 @@ def by_generation(
     model: ij.Engine, tasks: dict[str, list[Item]], count: int
 ) -> dict[str, dict[str, int]]:
     """Generates the first answers of each task, as a user would, and compares the verdicts."""
-    found = {}
-    for task, items in tasks.items():
+
+    def compare(items: list[Item]) -> dict[str, int]:
         chosen = items[:count]
         images = [[] if item.picture is None else [item.picture] for item in chosen]
         outputs = model.generate([item.question for item in chosen], GREEDY, images=images)
@@ -122,8 +129,10 @@ def by_generation(
         right = [o.text == item.answer and o.finish_reason == "stop" for o, item in pairs]
         expected = teacher.exact(model, chosen, TRAINED_LENGTH)
         same = sum(a == b for a, b in zip(right, expected, strict=True))
-        found[task] = {"items": len(chosen), "exact": sum(right), "same_verdict": same}
-    return found
+        return {"items": len(chosen), "exact": sum(right), "same_verdict": same}
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(tasks, pool.map(compare, tasks.values()), strict=True))
 
 
 def unrounded(model: ij.Engine, folder: Path) -> Any:

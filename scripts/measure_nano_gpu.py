@@ -166,7 +166,7 @@ def measure_loop(model: ij.Engine) -> dict[str, Any]:
 def _started(model: ij.Engine, prompt: list[int]) -> generation.GenerateState:
     """Reads a prompt and draws the first token; no token ends the row."""
     read = make_prompt(model.config, None, prompt)
-    logits, cache = read_prompts(model.params, model.config, [read], CONTEXT, 1)
+    logits, cache, _ = read_prompts(model.params, model.config, [read], CONTEXT, 1)
     requests = generation.Requests(
         ij.Sampling.stack([ij.SamplingParams(temperature=0.0)]),
         keys_from_seeds([0]),

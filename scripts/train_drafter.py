@@ -34,7 +34,7 @@ from inkling_jax.config import Config
 from inkling_jax.drafter import abstract_drafter, init_drafter
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.load_drafter import config_json, published
-from inkling_jax.loading import load_params
+from inkling_jax.loading import load_params, pack_for_kernels
 from inkling_jax.model import encode_image, forward
 from inkling_jax.quant import QuantTensor, dequantize
 
@@ -189,12 +189,13 @@ def main() -> None:
         log_file.write(line + "\n")
         log_file.flush()
 
-    batches.prepare(args.work)
+    batches.prepare(args.work, args.model / "tokenizer.json")
     source = batches.open_source(args.work, held_out=False)
     config = Config.from_file(args.model / "config.json")
     if (args.model / "tokenizer.json").read_bytes() != (args.work / "tokenizer.json").read_bytes():
         raise SystemExit(f"{args.work}: holds a corpus with another tokenizer than {args.model}")
-    target = unpacked(load_params(args.model, config, compute_dtype()))
+    loaded = load_params(args.model, config, compute_dtype())
+    target, drawing = unpacked(loaded), pack_for_kernels(loaded, config)
     mask_token = source.tokenizer.token_to_id("<|pad|>")
     drafter = drafter_config(config, args.block_size, mask_token)
     optimizer = make_optimizer()
@@ -206,7 +207,7 @@ def main() -> None:
         state, progress = restore(state_file, state)
     log(event="start", parameters=sum(w.size for w in params.values()), **progress)
 
-    continuations = data.Continuations(target, config, source)
+    continuations = data.Continuations(drawing, config, source)
     stream = data.stream(args.work, continuations, progress["step"], args.pool, args.workers)
     step = functools.partial(train_step, drafter=drafter, config=config, optimizer=optimizer)
     programs = {}
@@ -257,7 +258,9 @@ def main() -> None:
         stream.close()
 
     if args.last:
-        held_out = data.Continuations(target, config, batches.open_source(args.work, held_out=True))
+        held_out = data.Continuations(
+            drawing, config, batches.open_source(args.work, held_out=True)
+        )
         held_out._run = continuations._run
         measure = jax.jit(
             functools.partial(draft_blocks, drafter=drafter, config=config, anchors=ANCHORS_SHORT)

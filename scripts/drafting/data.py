@@ -14,9 +14,9 @@ from inkling_jax import generation
 from inkling_jax.config import Config
 from inkling_jax.sampling import Sampling, keys_from_seeds
 
-LONG = batches.Sizes(text=3, retrieval=3, chats=2)  # rows of 2,048 tokens of the corpus
+LONG = batches.Sizes(text=2, retrieval=3, chats=3)  # rows of 2,048 tokens of the corpus
 PROMPT, REPLY, ROWS = 256, 256, 32  # of a batch of continuations
-AT_ONCE = 4  # batches that are drawn together
+AT_ONCE = 2  # batches that are drawn together, the most tokens that the experts' kernel takes
 LONG_TURN = 3  # every third batch is of the corpus
 
 
@@ -39,7 +39,7 @@ def of_corpus(made: batches.Batch) -> Batch:
 
 def draw_prompt(rng: np.random.Generator, source: batches.Source) -> np.ndarray:
     """Draws the start of a document or a question in the chat format, at most `PROMPT` tokens."""
-    if rng.random() < 0.35:
+    if rng.random() < 0.25:
         length = int(rng.integers(16, PROMPT))
         start = int(rng.integers(len(source.tokens) - length))
         return np.asarray(source.tokens[start : start + length], np.int32)

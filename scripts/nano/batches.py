@@ -6,6 +6,7 @@ import functools
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,8 +67,12 @@ class Source:
     held_out: bool
 
 
-def prepare(folder: Path) -> dict[str, Any]:
-    """Builds corpus and tokenizer in `folder`, unless they are there; returns their record."""
+def prepare(folder: Path, tokenizer_file: Path | None = None) -> dict[str, Any]:
+    """Builds the corpus in `folder`, unless it is there, and returns its record.
+
+    Args:
+      tokenizer_file: of the model that is to read it; without one, a tokenizer is trained.
+    """
     record_file = folder / "corpus.json"
     if record_file.exists():
         return json.loads(record_file.read_text())
@@ -75,8 +80,11 @@ def prepare(folder: Path) -> dict[str, Any]:
     documents = corpus.build()
     train = [d for d in documents if not d.held_out]
     held_out = [d for d in documents if d.held_out]
-    tokenizer = wire.train_tokenizer(d.text for d in train)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    if tokenizer_file:
+        shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
+    else:
+        wire.train_tokenizer(d.text for d in train).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     counts = {}
     for name, part in (("train", train), ("held_out", held_out)):
         encoded = tokenizer.encode_batch([wire.DOCUMENT + d.text for d in part])
