@@ -22,7 +22,7 @@ from inkling_jax.cache import Cache, ConvState, LayerCache, cache_specs
 from inkling_jax.config import Config, TextConfig
 from inkling_jax.layers import RMSNorm, einsum, fill_params, param, softcap
 from inkling_jax.moe import Experts, Moe, experts
-from inkling_jax.residual import mix
+from inkling_jax.residual import Reader, Residual, advance
 from inkling_jax.short_conv import ShortConv
 from inkling_jax.vision import VisionTower
 from sharding.collectives import Collectives
@@ -52,47 +52,60 @@ class DecoderLayer(nnx.Module):
         self.moe = Moe(config, dtype)
         self.mlp_conv = ShortConv((hidden,), ("embed",), kernel)
 
+    @property
+    def attn_norms(self) -> tuple[RMSNorm, ...]:
+        """The norms of attention's one input, or of those of q, k and v."""
+        return (self.attn_norm,) if self.sliding else (self.q_norm, self.k_norm, self.v_norm)
+
+    @property
+    def attn_reader(self) -> Reader:
+        """Step 1; layer 0 has none, it reads the embedding."""
+        query, norms = jnp.atleast_2d(self.attn_query[...]), self.attn_norms
+        return Reader(query, norms, self.attn.wq[...].dtype)
+
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        blocks: list[Float[Array, "B T D"]],
+        residual: Residual,
+        inputs: tuple[Float[Array, "B T D"], ...],
         cache: LayerCache,
         start: Int[Array, " B"],
         count: Int[Array, " B"],
         experts: Experts,
         collectives: Collectives,
-    ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]], LayerCache]:
-        """Returns (the new running sum, the finished blocks, the new cache).
+        following: Reader,
+    ) -> tuple[Residual, tuple[Float[Array, "B T D"], ...], LayerCache]:
+        """Reads a block of tokens.
 
         Sums stay float32; what products read has the parameters' dtype, but for the router's.
-        """
-        dtype = self.attn.wq[...].dtype
-        with jax.named_scope("attention"):
-            h = x if self.attn_query is None else mix(self.attn_query[...], blocks, x)
-            z_q, z_k, z_v = self._attention_inputs(h, dtype)
-            a, cache = self.attn(z_q, z_k, z_v, cache, start, count)
-            a = collectives.sum_heads(a)
-            a, attn_state = self.attn_conv(a, cache.conv.attn, start, count)
-        if self.starts_block:
-            blocks, r = [*blocks, x], a
-        else:
-            r = x + a
-        with jax.named_scope("moe"):
-            z = self.mlp_norm(mix(self.mlp_query[...], blocks, r), jnp.float32)
-            own = collectives.own_experts(experts)
-            m = self.moe(z, dtype, jnp.arange(x.shape[1]) < count[:, None], own)
-            m = collectives.sum_experts(m)
-            m, mlp_state = self.mlp_conv(m, cache.conv.mlp, start, count)
-        conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
-        return r + m, blocks, LayerCache(cache.k, cache.v, conv)
 
-    def _attention_inputs(self, h, dtype):
-        """Returns the normed inputs of (q, k, v)."""
-        if self.sliding:
-            return (self.attn_norm(h, dtype),) * 3
-        inputs = (h,) * 3 if self.attn_query is None else tuple(h)
-        norms = (self.q_norm, self.k_norm, self.v_norm)
-        return tuple(norm(x, dtype) for norm, x in zip(norms, inputs, strict=True))
+        Args:
+          residual: as the layer before left it.
+          inputs: what attention reads off it, one per norm of `attn_norms`.
+          following: what reads the residual after this layer.
+
+        Returns:
+          The new residual, what `following` reads off it, the new cache.
+        """
+        where, dtype = (start, count), self.attn.wq[...].dtype
+        with jax.named_scope("attention"):
+            z_q, z_k, z_v = inputs * 3 if self.sliding else inputs
+            a, cache = self.attn(z_q, z_k, z_v, cache, *where)
+            a = collectives.sum_heads(a)
+            reader = Reader(self.mlp_query[...][None], (self.mlp_norm,), jnp.float32)
+            if self.starts_block:
+                residual = residual.finish_block()
+            residual, (z,), attn_state = advance(
+                residual, a, self.attn_conv, cache.conv.attn, *where, reader
+            )
+        with jax.named_scope("moe"):
+            own = collectives.own_experts(experts)
+            m = self.moe(z, dtype, jnp.arange(z.shape[1]) < count[:, None], own)
+            m = collectives.sum_experts(m)
+            residual, inputs, mlp_state = advance(
+                residual, m, self.mlp_conv, cache.conv.mlp, *where, following
+            )
+        conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
+        return residual, inputs, LayerCache(cache.k, cache.v, conv)
 
 
 class Embedding(nnx.Module):
@@ -219,15 +232,17 @@ def _forward(
         if features is not None and image_index is not None:
             image = features.astype(jnp.float32)[jnp.maximum(image_index, 0)]
             x = jnp.where((image_index >= 0)[..., None], image, x)
-    outputs, blocks, layers = {-1: x}, [], []
-    for i, layer in enumerate(model.layers):
+    residual, outputs, layers = Residual.start(x), {-1: x}, []
+    inputs = tuple(norm(x, weight.dtype) for norm in model.layers[0].attn_norms)
+    final = Reader(model.output_query[...][None], (model.norm,), weight.dtype)
+    readers = [*(layer.attn_reader for layer in model.layers[1:]), final]
+    for i, (layer, following) in enumerate(zip(model.layers, readers, strict=True)):
         with jax.named_scope(f"layer_{i}"):
-            args = (cache.layers[i], start, lengths, experts, collectives)
-            x, blocks, state = layer(x, blocks, *args)
-        outputs[i] = x
+            args = (cache.layers[i], start, lengths, experts, collectives, following)
+            residual, inputs, state = layer(residual, inputs, *args)
+        outputs[i] = residual.partial
         layers.append(state)
-    with jax.named_scope("final"):
-        hidden = model.norm(mix(model.output_query[...], blocks, x), weight.dtype)
+    (hidden,) = inputs
     cache = Cache(tuple(layers), start + lengths)
     return Forward(hidden, cache, tuple(outputs[i] for i in taps))
 

@@ -14,10 +14,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from inkling_jax.quant import QuantTensor, Weights
+from pallas_kernels import conv_mix as conv_mix_kernel
 from pallas_kernels import moe_experts, rel_attention_decode
+from pallas_kernels.conv_mix import ConvMix
 from pallas_kernels.moe_experts import PackedExperts
 
-EXPERTS, ATTENTION = "moe_experts", "rel_attention_decode"
+EXPERTS, ATTENTION, MIX = "moe_experts", "rel_attention_decode", "conv_mix"
 KERNEL = "kernel"
 # On a GPU the kernels have been timed, but their results have not been compared there yet.
 SWITCH = "INKLING_JAX_KERNELS"
@@ -137,6 +139,38 @@ def attend(
     return rel_attention_decode.rel_attention_decode(
         q, r, k, v, proj, sink, gate, start, count, window=window
     )
+
+
+def takes_mix(u: Float[Array, "B T D"], blocks: tuple[Float[Array, "B T D"], ...]) -> bool:
+    """Tells whether the kernel ends a sublayer of so few tokens, above these finished blocks."""
+    batch, tokens, hidden = u.shape
+    if batch * tokens > conv_mix_kernel.MAX_ROWS:
+        return False
+    refusal = conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks))
+    return _choose(MIX, refusal)
+
+
+def conv_mix(
+    u: Float[Array, "B T D"],
+    partial: Float[Array, "B T D"] | None,
+    blocks: tuple[Float[Array, "B T D"], ...],
+    scales: tuple[Float[Array, "B T"], ...],
+    queries: Float[Array, "n D"],
+    norms: tuple[Float[Array, " D"], ...],
+    weight: Float[Array, "D c"],
+    state: Float[Array, "B S D"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    dtype: DTypeLike,
+    eps: float,
+    norm_eps: float,
+) -> ConvMix:
+    """`residual.advance` by the kernel; `partial` is None where a block starts."""
+    return conv_mix_kernel.conv_mix(
+        u, partial, blocks, scales, queries, norms, weight, state, start, count,
+        dtype=dtype, eps=eps, norm_eps=norm_eps,
+    )  # fmt: skip
 
 
 def _choose(op: str, refusal: str | None) -> bool:

@@ -19,6 +19,7 @@ from inkling_jax.config import FULL, SLIDING
 from inkling_jax.generation import decode
 from inkling_jax.loading import pack_for_kernels
 from inkling_jax.model import abstract_params
+from pallas_kernels.conv_mix import kernel as mixing
 from pallas_kernels.moe_experts import kernel_sm90
 from pallas_kernels.rel_attention_decode import kernel
 
@@ -27,7 +28,7 @@ CONFIG = dataclasses.replace(
     helpers.TINY,
     text=dataclasses.replace(
         helpers.TEXT,
-        hidden_size=64,
+        hidden_size=128,
         moe_intermediate_size=64,
         d_rel=16,
         num_hidden_layers=2,
@@ -35,9 +36,11 @@ CONFIG = dataclasses.replace(
         **HEADS,
         **{f"swa_{name}": value for name, value in HEADS.items()},
     ),
-    vision=dataclasses.replace(helpers.VISION, text_hidden_size=64),
+    vision=dataclasses.replace(helpers.VISION, text_hidden_size=128),
 )
 MAX_BLOCK = 4
+DECODING = (ops.EXPERTS, ops.ATTENTION, ops.MIX)
+KERNELS = {"pallas_call": 4, "mpmd_map": 2}  # of a layer, by the primitive of their backend
 
 
 def bfloat16_params():
@@ -91,10 +94,11 @@ def test_kernels_compute_what_the_plain_step_computes(on_gpu, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ops, "device_refusal", lambda: "it is told not to")
         plain = read_twice(bfloat16_params(), tokens)
-        assert ops.chosen() == dict.fromkeys((ops.EXPERTS, ops.ATTENTION), "it is told not to")
+        assert ops.chosen() == dict.fromkeys(DECODING, "it is told not to")
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)
+    helpers.interpret_mosaic(monkeypatch, mixing)
     out = read_twice(pack_for_kernels(bfloat16_params(), CONFIG), tokens)
-    assert ops.chosen() == dict.fromkeys((ops.EXPERTS, ops.ATTENTION), ops.KERNEL)
+    assert ops.chosen() == dict.fromkeys(DECODING, ops.KERNEL)
     error = np.linalg.norm(out - plain) / np.linalg.norm(plain)
     assert 0 < error < 0.02
 
@@ -103,26 +107,27 @@ def primitives(jaxpr, found):
     """Counts the primitives of a program, kernels as one."""
     for equation in jaxpr.eqns:
         found[equation.primitive.name] += 1
-        if equation.primitive.name != "pallas_call":
+        if equation.primitive.name not in KERNELS:
             for inner in jaxprs_in_params(equation.params):
                 primitives(inner, found)
     return found
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_BLOCK])
-def test_a_decode_step_has_four_kernels_a_layer_and_no_branch(tokens, on_gpu):
+def test_a_decode_step_has_six_kernels_a_layer_and_no_branch(tokens, on_gpu):
     params = pack_for_kernels(bfloat16_params(), CONFIG)
     cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
     ids = jnp.zeros((2, tokens), jnp.int32)
     program = jax.make_jaxpr(decode, static_argnums=1)(params, CONFIG, ids, cache)
     found = primitives(program.jaxpr, Counter())
-    assert found["pallas_call"] == 4 * CONFIG.text.num_hidden_layers
+    for primitive, count in KERNELS.items():
+        assert found[primitive] == count * CONFIG.text.num_hidden_layers
     assert not {"cond", "while", "scan"} & set(found)
 
 
 def test_prefill_reads_the_packed_experts(on_gpu):
     """More tokens than the kernel takes: the plain path unpacks, and agrees with itself."""
-    z = jax.random.normal(jax.random.key(0), (65, 64)).astype(jnp.bfloat16)
+    z = jax.random.normal(jax.random.key(0), (65, 128)).astype(jnp.bfloat16)
     picks = jnp.tile(jnp.array([[0, 3]], jnp.int32), (65, 1))
     weights = jnp.ones((65, 2))
     moes = [p["layers"][0]["moe"] for p in (bfloat16_params(), bfloat16_params())]
@@ -152,7 +157,7 @@ def test_a_choice_is_logged_once(on_gpu, caplog):
 
 
 def test_refusals_name_what_does_not_fit(on_gpu):
-    z = jnp.zeros((1, 64), jnp.float32)
+    z = jnp.zeros((1, 128), jnp.float32)
     params = bfloat16_params()["layers"][0]["moe"]
     w13, w2 = (params[name].get_value() for name in ("w13", "w2"))
     assert not ops.takes_experts(z, w13, w2)
@@ -162,6 +167,9 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     q, r, k = (jnp.zeros(s, jnp.float32) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
     assert not ops.takes_attention(q, r, k, None)
     assert "float32" in ops.chosen()[ops.ATTENTION]
+    narrow = jnp.zeros((1, 1, 96))
+    assert not ops.takes_mix(narrow, (narrow,))
+    assert ops.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
 
 
 def test_a_cpu_packs_nothing():
