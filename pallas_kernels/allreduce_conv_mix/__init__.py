@@ -31,8 +31,9 @@ def unsupported(sizes: Mapping[str, int], axes: Sequence[str]) -> str | None:
 def allreduce_conv_mix(u: jax.Array, *args: Any, axes: Sequence[str], **options: Any) -> ConvMix:
     """Returns `conv_mix` of the sum of `u` over mesh axes, the same bits on every device.
 
-    Runs under `shard_map`, on all devices of the mesh at once. The devices read each other's memory
-    (NVLink peer reads, no multicast), so their order on the mesh must be that of their ids.
+    Runs under `shard_map` on all devices of the mesh at once. They read each other's memory (NVLink
+    peer reads, no multicast), so `shard_map` must be given the mesh itself, not find it in the
+    context, and the devices' order on it must be that of their ids.
 
     Args:
       u: float32 [B, T, D], this device's summand.
