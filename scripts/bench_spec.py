@@ -7,6 +7,7 @@ from nano's corpus in WORK. Writes RESULT.json and RESULT.png; the table goes to
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 from pathlib import Path
@@ -22,6 +23,7 @@ from inkling_jax.proposing import Speculator
 
 KINDS = ("chat", "tasks", "text")
 TOKENS = 128
+ROWS = 8  # of a batch: with a block of 8 tokens a row, the most that the experts' kernel takes
 
 
 def draw(kind: str, source: batches.Source, seed: int) -> str | list[int]:
@@ -43,11 +45,11 @@ def acceptance(
 ) -> dict[str, Any]:
     """Returns tokens per round with a 95 % interval over prompts, and acceptance by position.
 
-    Replies may end early; so batches of `prompts` are drawn until there are `TOKENS` for each.
+    Replies may end early; prompts are drawn until `prompts` times `TOKENS` tokens are there.
     """
     outputs: list[ij.GenerationOutput] = []
     while sum(len(o.token_ids) - 1 for o in outputs) < prompts * TOKENS:
-        seeds = range(len(outputs), len(outputs) + prompts)
+        seeds = range(len(outputs), len(outputs) + ROWS)
         settings = [
             ij.SamplingParams(temperature=temperature, max_tokens=TOKENS + 1, seed=i) for i in seeds
         ]
@@ -133,8 +135,10 @@ def main() -> None:
             )
             write()
     prompts = [draw(kind, source, 500 + i) for i in range(args.speed) for kind in KINDS[:2]]
-    for width in (None, *args.widths, "auto"):
-        engine, name = with_width(width), "none" if width is None else str(width)
+    engines = {"none": with_width(None)} | {str(w): with_width(w) for w in (*args.widths, "auto")}
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # programs compile at the same time
+        list(pool.map(lambda e: speed(e, prompts[:2], 1.0, ignore_eos=True), engines.values()))
+    for name, engine in engines.items():
         result["speed"][name] = {
             "whole replies": speed(engine, prompts, 1.0, ignore_eos=False),
             f"{TOKENS} tokens": speed(engine, prompts, 1.0, ignore_eos=True),
@@ -174,7 +178,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="result, without a suffix")
     parser.add_argument("--prompts", type=int, default=112, help="of each kind, at least")
     parser.add_argument("--speed", type=int, default=32, help="prompts of each kind to time")
-    parser.add_argument("--widths", type=int, nargs="*", default=[1, 3, 5, 7])
+    parser.add_argument("--widths", type=int, nargs="*", default=[3, 5, 7])
     return parser.parse_args()
 
 

@@ -10,32 +10,42 @@ from typing import Any
 
 HERE = Path(__file__).parent
 NANO = HERE.parent / "checkpoints" / "inkling-jax-nano"
-TASKS = {"picture": "pictures", "retrieval": "keys", "chat": "chat"}
-FORMS = ("packed", "bf16")
+TASKS = {
+    "picture": "pictures",
+    "retrieval_near": "keys, within window and extent",
+    "retrieval": "keys, beyond both, within 2,048 tokens",
+    "retrieval_beyond": "keys, 2,048 to 4,096 tokens back",
+    "chat": "chat",
+}
 
 
 def main() -> None:
     """Writes the card beside the weights."""
     config = json.loads((NANO / "config.json").read_text())
     training = json.loads((HERE / "results" / "nano_train.json").read_text())
-    (NANO / "README.md").write_text(card(config, training))
+    evaluation = json.loads((HERE / "results" / "nano_eval.json").read_text())
+    (NANO / "README.md").write_text(card(config, training, evaluation))
 
 
-def card(config: Mapping[str, Any], training: Mapping[str, Any]) -> str:
+def card(
+    config: Mapping[str, Any], training: Mapping[str, Any], evaluation: Mapping[str, Any]
+) -> str:
     """Returns the model card."""
     text, corpus, pieces = config["text_config"], training["corpus"], training["pieces"]
     documents = [corpus["train"], corpus["held_out"]]
-    found = [training[form] for form in FORMS]
-    lines = [_line("text, bits per byte", [f"{f['bits_per_byte']:.3f}" for f in found])]
-    for task, title in TASKS.items():
-        lines.append(_line(title, [_share(f[task], f[f"{task}_items"]) for f in found]))
+    found = evaluation["packed"]
+    lines = [_line(title, _share(found[task])) for task, title in TASKS.items()]
     return (
         (HERE / "nano" / "card.md")
         .read_text()
         .format(
             shape="\n".join(_line(name, [value]) for name, value in _shape(config).items()),
             results="\n".join(lines),
-            text_tokens=f"{found[0]['text_tokens']:,.0f}",
+            eval_device=evaluation["device"],
+            bits=f"{found['text']['bits_per_byte']:.3f}",
+            text_tokens=f"{found['text']['tokens']:,}",
+            bits_packed=f"{training['packed']['bits_per_byte']:.3f}",
+            bits_bf16=f"{training['bf16']['bits_per_byte']:.3f}",
             length=2048,
             window=text["sliding_window_size"],
             extent=text["rel_extent"],
@@ -72,8 +82,9 @@ def _shape(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _share(share: float, items: float) -> str:
-    return f"{100 * share:.1f} % of {items:,.0f}"
+def _share(found: Mapping[str, Any]) -> list[str]:
+    low, high = (f"{100 * bound:.1f}" for bound in found["interval"])
+    return [f"{100 * found['share']:.1f} % of {found['items']}", f"{low} to {high} %"]
 
 
 def _line(name: str, values: list[Any]) -> str:
