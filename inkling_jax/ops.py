@@ -140,13 +140,18 @@ def attend(
     )
 
 
-def takes_mix(u: Float[Array, "B T D"], blocks: tuple[Float[Array, "B T D"], ...]) -> bool:
+def takes_mix(
+    u: Float[Array, "B T D"],
+    blocks: tuple[Float[Array, "B T D"], ...],
+    weight: Float[Array, "D c"],
+    state: Float[Array, "B S D"],
+) -> bool:
     """Tells whether the kernel ends a sublayer of so few tokens, above these finished blocks."""
     batch, tokens, hidden = u.shape
-    if batch * tokens > conv_mix_kernel.MAX_ROWS:
+    reach = weight.shape[1] - 1 + tokens
+    if batch * tokens > conv_mix_kernel.MAX_ROWS or reach > state.shape[1]:
         return False
-    refusal = conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks))
-    return _choose(MIX, refusal)
+    return _choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
 
 
 def conv_mix(

@@ -89,10 +89,10 @@ def advance(
     """
     blocks, partial = residual.blocks, residual.partial
     scales = residual.scales[: len(blocks)]
-    if ops.takes_mix(u, blocks):
-        weights = tuple(norm.weight[...] for norm in reader.norms)
+    if ops.takes_mix(u, blocks, conv.weight[...], state):
+        norms = tuple(norm.weight[...] for norm in reader.norms)
         inputs, partial, scale, state = ops.conv_mix(
-            u, partial, blocks, scales, reader.queries, weights, conv.weight[...], state, start,
+            u, partial, blocks, scales, reader.queries, norms, conv.weight[...], state, start,
             count, dtype=reader.dtype, eps=EPS, norm_eps=reader.norms[0].eps,
         )  # fmt: skip
         return Residual(blocks, partial, (*scales, scale)), inputs, state

@@ -117,7 +117,7 @@ def _summand(base, call, last):
     rank = lax.axis_index(AXES).astype(jnp.uint32)
     draw = (call.astype(jnp.uint32) * 2 + rank * 7 + 1) * jnp.uint32(2654435761)
     wait = spin((draw >> 16).astype(jnp.int32) % MAX_SPIN, last)
-    return base * ((draw >> 8) % 64).astype(jnp.float32) + wait
+    return base * (1 + (draw >> 8) % 64).astype(jnp.float32) + wait
 
 
 def _error(out, expected):
