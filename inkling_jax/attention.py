@@ -17,6 +17,7 @@ from inkling_jax.cache import ConvState, LayerCache, read_before, write
 from inkling_jax.config import TextConfig
 from inkling_jax.layers import einsum, l2_clip, log_scale, param, rms
 from inkling_jax.short_conv import DynamicShortConv, ShortConv
+from sharding.collectives import ALONE, Collectives
 
 MAX_QUERY_BLOCK = 256
 MAX_SCORES = 2**22  # query block × keys; bounds a block's memory at long contexts
@@ -55,6 +56,7 @@ class Attention(nnx.Module):
         cache: LayerCache,
         start: Int[Array, " B"],
         count: Int[Array, " B"],
+        collectives: Collectives = ALONE,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Reads `count[b]` tokens a row from position `start[b]` on; the result is float32."""
         config, dtype = self.config, z_q.dtype
@@ -70,11 +72,14 @@ class Attention(nnx.Module):
 
         k, v, conv = self._keys_and_values(z_k, z_v, cache.conv, start, count)
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-        written = LayerCache(write(cache.k, k, start, count), write(cache.v, v, start, count), conv)
+        collectives = ALONE if self.shape.sliding else collectives  # a window's ring is not split
+        part = collectives.own_slots(cache.k.shape[1])
+        new_k, new_v = (write(x, y, start, count, part) for x, y in ((cache.k, k), (cache.v, v)))
+        written = LayerCache(new_k, new_v, conv, cache.sliding)
         q, r = q.astype(dtype), r.astype(dtype)
         gate = einsum("btd,hkd->bthk", z_q, self.gate[...])
         window, proj = self.shape.window, self.rel_proj[...]
-        if ops.takes_attention(q, r, written.k, window):
+        if ops.takes_attention(q, r, written.k, window, part[1]):
             cached = written.k, written.v
             gated = ops.attend(q, r, *cached, proj, sink, gate, start, count, window)
         else:
@@ -83,7 +88,7 @@ class Attention(nnx.Module):
                 v = jnp.concatenate((read_before(cache.v, start, window - 1), v), axis=1)
             else:
                 k, v = written.k, written.v
-            attended = attend(q, k, v, r, proj, sink, start, window)
+            attended = attend(q, k, v, r, proj, sink, start, window, collectives)
             gated = (jax.nn.sigmoid(gate) * attended).astype(dtype)
         return einsum("bthk,dhk->btd", gated, self.wo[...]), written
 
@@ -112,11 +117,13 @@ def attend(
     sink: Float[Array, "B T H"],
     start: Int[Array, " B"],
     window: int | None,
+    collectives: Collectives = ALONE,
 ) -> Float[Array, "B T H d"]:
     """Softmax attention with the bias r · proj[:, δ] for 0 ≤ δ < E and one sink logit, in float32.
 
-    Query t of row b has position start[b] + t. Key s has position s without a window, and
-    start[b] - (window - 1) + s with one (the keys before the call, then those of the call).
+    Query t of row b has position start[b] + t. Key s has position s without a window (of all keys,
+    which may be split over devices), and start[b] - (window - 1) + s with one (the keys before the
+    call, then those of the call).
     """
     b, t, h, d = q.shape
     kv_heads = k.shape[2]
@@ -131,6 +138,7 @@ def attend(
         x = x.reshape(b, n_blocks, block, kv_heads, h // kv_heads, *x.shape[3:])
         return jnp.moveaxis(x, 1, 0)
 
+    own_first = collectives.own_slots(k.shape[1])[0]
     if window is not None:
         k, v = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (k, v))
 
@@ -138,21 +146,26 @@ def attend(
         first, q, r, sink = args
         band = _band(einsum("bqkgr,re->bkgqe", r, proj))
         if window is None:
-            keys, values, bias, visible = k, v, *_full(band, start + first, k.shape[1], t + pad)
+            keys, values = k, v
+            bias, visible = _full(band, start + first - own_first, k.shape[1])
         else:
             span = block + window - 1
             keys, values = (jax.lax.dynamic_slice_in_dim(x, first, span, axis=1) for x in (k, v))
             bias, visible = band, _sliding(start + first, block, window)
         scores = einsum("bqkgd,bskd->bkgqs", q, keys) / math.sqrt(d) + bias
-        probs = _softmax_with_sink(scores, visible[:, None, None], jnp.moveaxis(sink, 1, 3))
-        return einsum("bkgqs,bskd->bqkgd", probs.astype(v.dtype), values)
+        return _weigh(scores, visible[:, None, None], sink, values)
 
     blocks = (jnp.arange(n_blocks) * block, grouped(q), grouped(r), grouped(sink))
     if n_blocks == 1:
-        out = one_block(jax.tree.map(lambda x: x[0], blocks))[None]
+        parts = jax.tree.map(lambda x: x[None], one_block(jax.tree.map(lambda x: x[0], blocks)))
     else:
-        out = jax.lax.map(one_block, blocks)
-    return jnp.moveaxis(out, 0, 1).reshape(b, t + pad, h, d)[:, :t]
+        parts = jax.lax.map(one_block, blocks)
+
+    def joined(x):  # [blocks, B, block, K, G, ...] -> [B, T, H, ...]
+        return jnp.moveaxis(x, 0, 1).reshape(b, t + pad, h, *x.shape[5:])[:, :t]
+
+    values, total, top = collectives.sum_softmax(*map(joined, parts))
+    return values / (total + jnp.exp(sink - top))[..., None]
 
 
 def _band(bias: Float[Array, "B K G Q E"]) -> Float[Array, "B K G Q Q+E-1"]:
@@ -172,24 +185,34 @@ def _sliding(first: Int[Array, " B"], q: int, window: int) -> Bool[Array, "B q S
     return (distance >= 0) & (distance < window) & exists
 
 
-def _full(band: Float[Array, "B K G Q N"], first: Int[Array, " B"], keys: int, slack: int):
-    """Returns (bias over all `keys`, which of them each query sees); the band ends at the query."""
+def _full(band: Float[Array, "B K G Q N"], first: Int[Array, " B"], keys: int):
+    """Returns (bias over all `keys`, which of them each query sees); the band ends at the query.
+
+    Args:
+      first: position of the block's first query, counted from the first key; it may lie outside.
+    """
     q, n = band.shape[-2:]
-    before = n - q  # keys of the band before the block's first query
-    room = jnp.zeros((*band.shape[:-1], before + keys + slack), band.dtype)
+    room = jnp.zeros((*band.shape[:-1], n + keys + n), band.dtype)
+    at = jnp.clip(first - (n - q), -n, keys) + n  # of the band's first key
     place = jax.vmap(lambda x, b, at: jax.lax.dynamic_update_slice_in_dim(x, b, at, axis=-1))
-    bias = place(room, band, first)[..., before : before + keys]
+    bias = place(room, band, at)[..., n : n + keys]
     position = first[:, None, None] + jnp.arange(q)[:, None]
     return bias, jnp.arange(keys) <= position
 
 
-def _softmax_with_sink(
+def _weigh(
     scores: Float[Array, "B K G Q S"],
     visible: Bool[Array, "B 1 1 Q S"],
-    sink: Float[Array, "B K G Q"],
-) -> Float[Array, "B K G Q S"]:
-    """softmax over the visible scores and the sink, which takes weight and gives nothing."""
+    sink: Float[Array, "B Q K G"],
+    values: Float[Array, "B S K d"],
+) -> tuple[Float[Array, "B Q K G d"], Float[Array, "B Q K G"], Float[Array, "B Q K G"]]:
+    """Returns (Σ weight · value, Σ weight, top) of the weights exp(score - top) of visible keys.
+
+    top is the highest score, or the sink where that is higher; the sink's own weight is left out.
+    """
     scores = jnp.where(visible, scores, -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), sink))
+    top = jnp.maximum(jnp.max(scores, axis=-1), jnp.moveaxis(sink, 1, 3))
+    top = jax.lax.stop_gradient(top)
     weights = jnp.exp(scores - top[..., None])
-    return weights / (jnp.sum(weights, axis=-1) + jnp.exp(sink - top))[..., None]
+    weighted = einsum("bkgqs,bskd->bqkgd", weights.astype(values.dtype), values)
+    return weighted, jnp.moveaxis(weights.sum(-1), 3, 1), jnp.moveaxis(top, 3, 1)

@@ -18,8 +18,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from inkling_jax.config import TextConfig
-from sharding.mesh import current_mesh
+from sharding.collectives import Part
+from sharding.mesh import current_mesh, slot_parts
 from sharding.partition import partition
+from sharding.rules import Axes
 
 _pytree = functools.partial(jax.tree_util.register_dataclass, meta_fields=[])
 
@@ -35,14 +37,18 @@ class ConvState:
     mlp: Float[Array, "B Sc D"]
 
 
-@functools.partial(_pytree, data_fields=["k", "v", "conv"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """Keys and values as attention reads them, and the inputs of the convolutions."""
+    """Keys and values as attention reads them, and the inputs of the convolutions.
+
+    sliding: static; whether the slots are a window's ring, not the whole capacity.
+    """
 
     k: Float[Array, "B S K d"]
     v: Float[Array, "B S K d"]
     conv: ConvState
+    sliding: bool = dataclasses.field(metadata={"static": True})
 
 
 @functools.partial(_pytree, data_fields=["layers", "length"])
@@ -63,18 +69,21 @@ def init_cache(
       max_block: the longest block of tokens that may be taken back, at least 1.
       dtype: of keys and values.
 
-    Under `jax.set_mesh` it lies on the mesh as `cache_specs` says.
+    Under `jax.set_mesh` it lies on the mesh as `cache_specs` says, of a capacity rounded up to one
+    that `cp` divides.
     """
     conv_slots = config.conv_kernel_size - 1 + max_block
+    whole = capacity + -capacity % slot_parts()
     layers = []
     for i in range(config.num_hidden_layers):
         shape = config.attention(i)
-        slots = capacity if shape.window is None else min(capacity, shape.window + max_block)
+        slots = whole if shape.window is None else min(capacity, shape.window + max_block)
         heads = (shape.kv_heads, shape.head_dim)
         kv = functools.partial(jnp.zeros, (batch, slots, *heads), dtype)
         head_conv = functools.partial(jnp.zeros, (batch, conv_slots, *heads), jnp.float32)
         conv = functools.partial(jnp.zeros, (batch, conv_slots, config.hidden_size), jnp.float32)
-        layers.append(LayerCache(kv(), kv(), ConvState(head_conv(), head_conv(), conv(), conv())))
+        state = ConvState(head_conv(), head_conv(), conv(), conv())
+        layers.append(LayerCache(kv(), kv(), state, shape.sliding))
     return on_mesh(Cache(tuple(layers), jnp.zeros(batch, jnp.int32)))
 
 
@@ -89,13 +98,18 @@ def on_mesh(cache: Cache) -> Cache:
 def cache_specs(cache: Cache, mesh: Mesh | AbstractMesh) -> Any:
     """Returns how a cache lies on a mesh, a `PartitionSpec` for each array.
 
-    What attention reads is split like the heads. The inputs of the two other convolutions are few
-    (c - 1 + max_block rows a layer) and known to every device after the sum of the heads or
-    experts, so each keeps all of them, and no one has to be asked for any.
+    What attention reads is split like the heads, the slots of full layers also over `cp`, so that
+    each device has a run of positions. The inputs of the two other convolutions are few (c - 1 +
+    max_block rows a layer) and known to every device after the sum of the heads or experts, so each
+    keeps all of them, and no one has to be asked for any.
     """
     leaves, tree = jax.tree.flatten_with_path(cache)
     heads, hidden = ("batch", None, "kv_heads", None), ("batch", None, "embed")
-    axes = [*[heads] * 4, *[hidden] * 2] * len(cache.layers) + [("batch",)]
+    axes: list[Axes] = []
+    for layer in cache.layers:
+        kv = heads if layer.sliding else ("batch", "slots", "kv_heads", None)
+        axes += [kv] * 2 + [heads] * 2 + [hidden] * 2
+    axes.append(("batch",))
     names = [f"cache{jax.tree_util.keystr(path)}" for path, _ in leaves]
     arrays = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
     specs = partition(arrays, dict(zip(names, axes, strict=True)), mesh)
@@ -112,11 +126,18 @@ def write(
     new: Shaped[Array, "B T ..."],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
+    part: Part | None = None,
 ) -> Shaped[Array, "B S ..."]:
-    """Writes row b's first `count[b]` of T entries at positions `start[b]`…; padding is dropped."""
-    slots, t = buffer.shape[1], jnp.arange(new.shape[1])
+    """Writes row b's first `count[b]` of T entries at positions `start[b]`…; padding is dropped.
+
+    Args:
+      part: which part of the ring the buffer is, whose slots alone are written; None: all of it.
+    """
+    own, t = buffer.shape[1], jnp.arange(new.shape[1])
+    first, slots = part or (0, own)
     kept = (t < count[:, None]) & (t >= count[:, None] - slots)
-    slot = jnp.where(kept, (start[:, None] + t) % slots, slots)
+    slot = (start[:, None] + t) % slots - first
+    slot = jnp.where(kept & (slot >= 0), slot, own)
     row = jnp.arange(buffer.shape[0])[:, None]
     return buffer.at[row, slot].set(new.astype(buffer.dtype), mode="drop")
 

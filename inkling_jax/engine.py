@@ -280,7 +280,7 @@ def load(
         one, None (or "none") to decode without.
       draft_tokens: how many drafts each round verifies; "auto" as many as pay, which is the default
         where the drafter has a confidence head.
-      mesh: devices to spread the model over, such as `tp=4,dp=2`, a preset or a YAML file, see
+      mesh: devices to spread the model over, such as `tp=4,cp=2`, a preset or a YAML file, see
         `sharding.mesh`; by default it runs on one device. Several processes meet first, see
         `sharding.hosts`.
 

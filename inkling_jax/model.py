@@ -3,9 +3,11 @@
 `Model` holds parameters only. The functions below take them as a pytree (the `nnx.State` of
 `nnx.split(Model(config))`), so that they can be jitted, donated and sharded like any other array.
 Under `jax.set_mesh`, `forward` and `unembed` run their body on every device's shards: widths come
-from the parameters' shapes, and `Collectives` says where devices add up what each has.
+from the parameters' shapes, and `Collectives` says where devices add up what each has, and gather
+what each has of the tokens.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ from inkling_jax.moe import Experts, Moe, experts
 from inkling_jax.residual import Reader, Residual, advance
 from inkling_jax.short_conv import ShortConv
 from inkling_jax.vision import VisionTower
-from sharding.collectives import Collectives
+from sharding.collectives import Collectives, splits_tokens
 from sharding.mesh import current_mesh, mesh_axes
 from sharding.partition import partition
 
@@ -77,6 +79,7 @@ class DecoderLayer(nnx.Module):
         """Reads a block of tokens.
 
         Sums stay float32; what products read has the parameters' dtype, but for the router's.
+        Residual and inputs are of the device's own tokens; attention and experts read all tokens.
 
         Args:
           residual: as the layer before left it.
@@ -86,8 +89,9 @@ class DecoderLayer(nnx.Module):
         Returns:
           The new residual, what `following` reads off it, the new cache.
         """
-        where, dtype = (start, count), self.attn.wq[...].dtype
+        where, dtype = (start, count, collectives), self.attn.wq[...].dtype
         with jax.named_scope("attention"):
+            inputs = tuple(collectives.gather_tokens(z) for z in inputs)
             z_q, z_k, z_v = inputs * 3 if self.sliding else inputs
             a, cache = self.attn(z_q, z_k, z_v, cache, *where)
             a = collectives.sum_heads(a)
@@ -95,17 +99,16 @@ class DecoderLayer(nnx.Module):
             if self.starts_block:
                 residual = residual.finish_block()
             residual, (z,), attn_state = advance(
-                residual, a, self.attn_conv, cache.conv.attn, *where, reader
+                residual, a, self.attn_conv, cache.conv.attn, reader, *where
             )
         with jax.named_scope("moe"):
-            own = collectives.own_experts(experts)
-            m = self.moe(z, dtype, jnp.arange(z.shape[1]) < count[:, None], own)
+            m = self.moe(z, dtype, count, experts, collectives)
             m = collectives.sum_experts(m)
             residual, inputs, mlp_state = advance(
-                residual, m, self.mlp_conv, cache.conv.mlp, *where, following
+                residual, m, self.mlp_conv, cache.conv.mlp, following, *where
             )
         conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
-        return residual, inputs, LayerCache(cache.k, cache.v, conv)
+        return residual, inputs, dataclasses.replace(cache, conv=conv)
 
 
 class Embedding(nnx.Module):
@@ -208,8 +211,11 @@ def forward(
     if mesh is None:
         return run(Collectives(), *args)
     rows, cached = _rows(mesh), cache_specs(cache, mesh)
+    halo = config.text.conv_kernel_size - 1
+    max_block = cache.layers[0].conv.attn.shape[1] - halo
+    split = splits_tokens(mesh.shape, tokens.shape, halo, max_block)
     return jax.shard_map(
-        functools.partial(run, Collectives.of(mesh)),
+        functools.partial(run, Collectives.of(mesh, split)),
         in_specs=(param_specs(params, mesh), rows, rows, cached, P(), rows),
         out_specs=Forward(rows, cached, rows),  # pyright: ignore[reportArgumentType]
         check_vma=False,  # kernels do not say over which axes their results differ
@@ -225,11 +231,13 @@ def _forward(
     config, taps, experts, collectives, params, tokens, lengths, cache, features, image_index
 ) -> Forward:
     model = nnx.merge(graphdef(config), params)
-    start = cache.length
+    start, width = cache.length, tokens.shape[1]
     with jax.named_scope("embed"):
         weight = model.embed.weight[...]
-        x = model.embed_norm(collectives.lookup(weight, tokens), jnp.float32)
+        found = collectives.lookup(weight, collectives.pad_tokens(tokens))
+        x = model.embed_norm(found, jnp.float32)
         if features is not None and image_index is not None:
+            image_index = collectives.own_tokens(collectives.pad_tokens(image_index))
             image = features.astype(jnp.float32)[jnp.maximum(image_index, 0)]
             x = jnp.where((image_index >= 0)[..., None], image, x)
     residual, outputs, layers = Residual.start(x), {-1: x}, []
@@ -244,7 +252,11 @@ def _forward(
         layers.append(state)
     (hidden,) = inputs
     cache = Cache(tuple(layers), start + lengths)
-    return Forward(hidden, cache, tuple(outputs[i] for i in taps))
+
+    def every(x):
+        return collectives.gather_tokens(x)[:, :width]
+
+    return Forward(every(hidden), cache, tuple(every(outputs[i]) for i in taps))
 
 
 def unembed(

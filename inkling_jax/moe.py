@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from inkling_jax import ops
 from inkling_jax.config import TextConfig
 from inkling_jax.layers import einsum, param, softcap
 from inkling_jax.quant import Weights, dequantize
+from sharding.collectives import Collectives
 
 GATHER_PICKS = 64  # up to here each pick fetches its expert; beyond, tokens are sorted by expert
 ROWS_PER_BLOCK = 64
@@ -38,26 +39,33 @@ class Moe(nnx.Module):
 
     def __call__(
         self,
-        z: Float[Array, "B T D"],
+        z: Float[Array, "B t D"],
         dtype: DTypeLike,
-        real: Bool[Array, "B T"],
+        count: Int[Array, " B"],
         experts: Experts,
+        collectives: Collectives,
     ) -> Float[Array, "B T D"]:
-        """Returns the weighted sum of each real token's experts, float32; padding gives zeros.
+        """Returns the device's share of the weighted sum of each real token's experts, float32.
 
-        The router reads z as it is, the experts in `dtype`.
+        Args:
+          z: the device's own tokens. The router reads them as they are; the experts read all of
+            them in `dtype`.
+          count: how many tokens of each row are real; padding gives zeros.
         """
         config = self.config
-        flat = z.reshape(-1, z.shape[-1])
-        picks, weights = route(
-            flat, self.gate[...], self.bias[...], config.num_experts_per_tok, config.route_scale
-        )
-        real = real.reshape(-1, 1)
+        routed = route(
+            z.reshape(-1, z.shape[-1]), self.gate[...], self.bias[...],
+            config.num_experts_per_tok, config.route_scale,
+        )  # fmt: skip
+        own = (x.reshape(*z.shape[:2], -1) for x in (z.astype(dtype), *routed))
+        every, picks, weights = (collectives.gather_tokens(x) for x in own)
+        real = (jnp.arange(every.shape[1]) < count[:, None])[..., None]
         picks = jnp.where(real, picks, config.n_routed_experts)
         weights = jnp.where(real, weights, 0.0)
+        flat = (x.reshape(-1, x.shape[-1]) for x in (every, picks, weights))
         w13, w2 = self.w13.get_value(), self.w2.get_value()
         caps = (config.mlp_gate_softcap, config.mlp_up_softcap)
-        return experts(flat.astype(dtype), picks, weights, w13, w2, *caps).reshape(z.shape)
+        return collectives.own_experts(experts)(*flat, w13, w2, *caps).reshape(every.shape)
 
 
 def route(

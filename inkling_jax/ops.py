@@ -108,8 +108,13 @@ def takes_attention(
     r: Float[Array, "B T H R"],
     k: Float[Array, "B S K d"],
     window: int | None,
+    ring: int,
 ) -> bool:
-    """Tells whether the kernel attends from so few tokens to the cache `k`, which has them."""
+    """Tells whether the kernel attends from so few tokens to the cache `k`, which has them.
+
+    Args:
+      ring: slots of the whole cache, S unless it is split over devices.
+    """
     _, tokens, heads, dim = q.shape
     if tokens > MAX_QUERIES:
         return False
@@ -119,6 +124,8 @@ def takes_attention(
     )
     if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
         refusal = f"queries and keys are {q.dtype.name} and {k.dtype.name}, not bfloat16"
+    if slots != ring:
+        refusal = f"each device has {slots} of the {ring} slots of full layers (cp)"
     return _choose(ATTENTION, refusal)
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from inkling_jax import ops
 from inkling_jax.layers import RMSNorm, einsum
 from inkling_jax.short_conv import ShortConv
+from sharding.collectives import Collectives
 
 EPS = 1e-6
 
@@ -72,31 +73,32 @@ def advance(
     u: Float[Array, "B T D"],
     conv: ShortConv,
     state: Float[Array, "B S D"],
+    reader: Reader,
     start: Int[Array, " B"],
     count: Int[Array, " B"],
-    reader: Reader,
+    collectives: Collectives,
 ) -> tuple[Residual, tuple[Float[Array, "B T D"], ...], Float[Array, "B S D"]]:
     """Ends a sublayer: convolves its output, adds it to the residual and reads what follows.
 
     Args:
-      u: the sublayer's output, float32.
+      u: the sublayer's output, float32, of the device's own tokens.
       conv: its convolution, whose `state` has the tokens before the call.
-      start, count: row b has `count[b]` real tokens from position `start[b]` on.
       reader: what follows.
+      start, count: row b has `count[b]` real tokens from position `start[b]` on.
 
     Returns:
       The new residual; the inputs of what follows, one per query; the state.
     """
     blocks, partial = residual.blocks, residual.partial
     scales = residual.scales[: len(blocks)]
-    if ops.takes_mix(u, blocks, conv.weight[...], state):
+    if not collectives.sp and ops.takes_mix(u, blocks, conv.weight[...], state):
         norms = tuple(norm.weight[...] for norm in reader.norms)
         inputs, partial, scale, state = ops.conv_mix(
             u, partial, blocks, scales, reader.queries, norms, conv.weight[...], state, start,
             count, dtype=reader.dtype, eps=EPS, norm_eps=reader.norms[0].eps,
         )  # fmt: skip
         return Residual(blocks, partial, (*scales, scale)), inputs, state
-    y, state = conv(u, state, start, count)
+    y, state = conv(u, state, start, count, collectives)
     partial = y if partial is None else partial + y
     residual = Residual(blocks, partial, (*scales, _inverse_rms(partial)))
     mixed = mix(reader.queries, residual)

@@ -1,6 +1,7 @@
 """Short causal depthwise convolutions in float32 (spec: inkling2.md, "Short convolution").
 
 Both take the cached inputs of the tokens before the call and return them with the new ones added.
+Where tokens are split over devices, each convolves its own and asks its neighbour for those before.
 """
 
 import math
@@ -12,12 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from inkling_jax.cache import read_before, write
 from inkling_jax.layers import einsum, param
+from sharding.collectives import ALONE, Collectives
 
 
-def _with_past(u, state, start, count, reach):
+def _with_past(u, state, start, count, reach, collectives=ALONE):
     """Returns ([B, reach + T, ...] inputs from `reach` tokens back, the new state)."""
-    inputs = jnp.concatenate((read_before(state, start, reach), u), axis=1)
-    return inputs, write(state, u, start, count)
+    before = collectives.halo(u, read_before(state, start, reach))
+    last, kept = collectives.last_tokens(u, count, state.shape[1])
+    state = write(state, last, start + count - kept, kept)
+    return jnp.concatenate((before, u), axis=1), state
 
 
 class ShortConv(nnx.Module):
@@ -32,11 +36,12 @@ class ShortConv(nnx.Module):
         state: Float[Array, "B S *ch"],
         start: Int[Array, " B"],
         count: Int[Array, " B"],
+        collectives: Collectives = ALONE,
     ) -> tuple[Float[Array, "B T *ch"], Float[Array, "B S *ch"]]:
-        """Convolves u, whose row b holds `count[b]` real tokens from position `start[b]` on."""
+        """Convolves u, the device's own of `count[b]` tokens a row from position `start[b]` on."""
         w, t = self.weight[...], u.shape[1]
         c = w.shape[-1]
-        inputs, state = _with_past(u, state, start, count, c - 1)
+        inputs, state = _with_past(u, state, start, count, c - 1, collectives)
         y = sum((w[..., j] * inputs[:, j : j + t] for j in range(c)), u)
         return y / math.sqrt(c + 1), state
 

@@ -205,6 +205,8 @@ def main() -> None:
     state_file = args.out / "state.npz"
     if state_file.exists():
         state, progress = restore(state_file, state)
+    elif args.start:
+        state, _ = restore(args.start, state)
     log(event="start", parameters=sum(w.size for w in params.values()), **progress)
 
     continuations = data.Continuations(drawing, config, source)
@@ -327,13 +329,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="published directory")
     parser.add_argument("--work", type=Path, required=True, help="nano's corpus")
     parser.add_argument("--out", type=Path, required=True, help="drafter, state, log, calibration")
+    parser.add_argument("--start", type=Path, help="state.npz of another run, for a new schedule")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this piece")
     parser.add_argument("--total", type=float, default=8.0, help="minutes of training in all")
     parser.add_argument("--last", action="store_true", help="end the schedule, then calibrate")
     parser.add_argument("--reserve", type=float, default=60.0, help="seconds for the calibration")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--block-size", type=int, default=7)
-    parser.add_argument("--pool", type=int, default=320, help="batches of continuations")
+    parser.add_argument("--pool", type=int, default=160, help="batches of continuations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 2, 1))
     return parser.parse_args()

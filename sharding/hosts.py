@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from sharding.mesh import MeshConfig, MeshError
 
+MESH_TEXT = 80  # bytes that any mesh's text fits in
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 
@@ -99,10 +100,10 @@ def agree_on(config: MeshConfig) -> None:
     """Refuses meshes that differ between processes."""
     if jax.process_count() == 1:
         return
-    sizes = np.array([config.dp, config.ep, config.tp])
-    found = multihost_utils.process_allgather(sizes)
-    if (found != sizes).any():
-        texts = [str(MeshConfig(*map(int, row))) for row in found]
+    text = np.frombuffer(str(config).encode().ljust(MESH_TEXT), np.uint8)
+    found = multihost_utils.process_allgather(text)
+    if (found != text).any():
+        texts = [row.tobytes().decode().strip() for row in found]
         raise MeshError(f"the processes were given different meshes: {'; '.join(texts)}")
 
 

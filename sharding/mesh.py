@@ -2,20 +2,24 @@
 
 `tp` becomes one mesh axis per prime factor (`tp0`, `tp1`, … from the outside in): a dimension that
 has fewer parts than `tp`, the key/value heads, is split over the outer ones and repeated over the
-inner ones. Everything else names the whole group, `mesh_axes(mesh, "tp")`.
+inner ones. Everything else names the whole group, `mesh_axes(mesh, "tp")`. The switch `sp` has no
+devices of its own; a mesh carries it as the name of an axis of one, so that it goes where the mesh
+goes and programs are compiled for each of its settings.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-GROUPS = ("dp", "ep", "tp")  # from the outside in: devices of a tp group are neighbours
+GROUPS = ("dp", "cp", "ep", "tp")  # from the outside in: devices of a tp group are neighbours
+Switch = Literal["auto", "on", "off"]
+SWITCH = get_args(Switch)
 
 
 class MeshError(ValueError):
@@ -24,27 +28,39 @@ class MeshError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """What the devices are for; their number is the product.
+    """What the devices are for; their number is the product of the sizes.
 
     Attributes:
       dp: copies of the model, each with its part of the batch.
+      cp: parts of the context: of the keys and values of layers that see all of it.
       ep: parts of the experts, each with whole experts; attention is the same in all of them.
       tp: parts of each layer: heads, columns of the experts, rows of the vocabulary.
+      sp: whether prefill splits what is not split so, by tokens: residuals, norms, convolutions.
+        "auto" leaves short calls whole, see `collectives.splits_tokens`.
     """
 
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     tp: int = 1
+    sp: Switch = "auto"
 
     def __post_init__(self):
         for name in GROUPS:
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise MeshError(f"mesh: {name} is {size!r}, it must be a whole number from 1 on")
+        if self.sp not in SWITCH:
+            raise MeshError(f"mesh: sp is {self.sp!r}, it must be one of {', '.join(SWITCH)}")
+        if self.sp == "on" and self.tp == 1:
+            raise MeshError(
+                "mesh: sp=on splits tokens over the devices of tp, which is 1; give tp=2 or more, "
+                "or leave sp out"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `tp=4,dp=2`, the name of a preset, or a YAML file of lines such as `tp: 4`.
+        """Reads `tp=4,dp=2,sp=on`, the name of a preset, or a YAML file of lines such as `tp: 4`.
 
         Raises:
           MeshError: the text is none of these; the faulty part is named.
@@ -57,39 +73,44 @@ class MeshConfig:
 
     @classmethod
     def _from_pairs(cls, pairs: Sequence[tuple[str, str]], where: str) -> Self:
-        sizes = {}
-        for name, size in pairs:
-            if name not in GROUPS or not size.isdecimal():
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if not (value.isdecimal() if name in GROUPS else name == "sp" and value in SWITCH):
                 raise MeshError(
-                    f"{where}: {name}={size} is not understood; write sizes of "
-                    f"{', '.join(GROUPS)} such as tp=4,dp=2, or one of {', '.join(PRESETS)}"
+                    f"{where}: {name}={value} is not understood; write sizes of "
+                    f"{', '.join(GROUPS)} and sp={'|'.join(SWITCH)}, such as tp=4,dp=2,sp=on, or "
+                    f"one of {', '.join(PRESETS)}"
                 )
-            if name in sizes:
+            if name in found:
                 raise MeshError(f"{where}: {name} is given twice")
-            sizes[name] = int(size)
-        return cls(**sizes)
+            found[name] = int(value) if name in GROUPS else value
+        return cls(**found)
 
     @property
     def devices(self) -> int:
         """How many devices the mesh has."""
-        return math.prod(dataclasses.astuple(self))
+        return math.prod(getattr(self, name) for name in GROUPS)
 
     @property
     def axes(self) -> dict[str, int]:
         """Names and sizes of the mesh's axes, `tp` as its prime factors."""
         tp = {f"tp{i}": factor for i, factor in enumerate(_prime_factors(self.tp))}
-        return {"dp": self.dp, "ep": self.ep, **tp}
+        switch = {} if self.sp == "auto" else {f"sp_{self.sp}": 1}
+        return {"dp": self.dp, "cp": self.cp, "ep": self.ep, **tp, **switch}
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={getattr(self, name)}" for name in GROUPS)
+        return ",".join(f"{name}={value}" for name, value in dataclasses.asdict(self).items())
 
 
+# On GPUs tp alone: it divides the keys and values too, so that the longest context fits in either
+# memory beside the weights; cp and ep are for several of those at a time. On simulated devices one
+# copy of the model is split in every way there is, prompts of any length included.
 PRESETS = {
     "gb200-tp4": "tp=4",
     "gb200-tp8": "tp=8",
     "h200-tp4": "tp=4",
     "h200-tp8": "tp=8",
-    "cpu8": "dp=2,ep=2,tp=2",
+    "cpu8": "cp=2,ep=2,tp=2,sp=on",
 }
 
 
@@ -146,10 +167,24 @@ def group_size(sizes: Mapping[str, int], group: str) -> int:
     return math.prod(sizes[axis] for axis in mesh_axes(sizes, group))
 
 
+def sequence_switch(sizes: Mapping[str, int]) -> Switch:
+    """Returns what the mesh's configuration says of `sp`; `sizes` is `mesh.shape`."""
+    return "on" if "sp_on" in sizes else "off" if "sp_off" in sizes else "auto"
+
+
 def batch_parts() -> int:
     """Returns how many parts a batch is split into where code runs."""
+    return _parts("dp")
+
+
+def slot_parts() -> int:
+    """Returns how many parts the slots of a full layer's cache are split into where code runs."""
+    return _parts("cp")
+
+
+def _parts(group: str) -> int:
     mesh = current_mesh()
-    return 1 if mesh is None else group_size(mesh.shape, "dp")
+    return 1 if mesh is None else group_size(mesh.shape, group)
 
 
 def _prime_factors(n: int) -> list[int]:
@@ -163,7 +198,7 @@ def _prime_factors(n: int) -> list[int]:
 
 
 def _read_yaml(file: Path) -> list[tuple[str, str]]:
-    """Reads flat YAML, which needs no parser: `name: size` lines and comments."""
+    """Reads flat YAML, which needs no parser: `name: value` lines, comments and quotes."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as e:
@@ -173,7 +208,8 @@ def _read_yaml(file: Path) -> list[tuple[str, str]]:
 
 
 def _pairs(parts: Sequence[str], between: str) -> list[tuple[str, str]]:
-    return [(name.strip(), size.strip()) for name, _, size in (p.partition(between) for p in parts)]
+    halves = (part.partition(between) for part in parts)
+    return [(name.strip(), value.strip(" \t\"'")) for name, _, value in halves]
 
 
 def _more_cpu_devices(found: Sequence[Any], wanted: int) -> str:

@@ -1,5 +1,6 @@
 """How the arrays of a model lie on a mesh, derived from their shapes and logical axes."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def _refusal(
     def works(size: int) -> bool:
         try:
             for names, shape in distinct:
-                spec(names, shape, MeshConfig(**{error.group: size}).axes)
+                spec(names, shape, dataclasses.replace(MeshConfig(), **{error.group: size}).axes)
         except DoesNotSplitError:
             return False
         return True

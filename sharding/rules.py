@@ -11,6 +11,7 @@ Axes = tuple[str | None, ...]  # the logical name of each dimension of an array
 
 RULES: Mapping[str, str | None] = {
     "batch": "dp",
+    "slots": "cp",  # of caches that hold the whole context
     "vocab": "tp",
     "heads": "tp",
     "kv_heads": "tp",  # fewer of them than devices are repeated, see REPEATED

@@ -13,6 +13,8 @@ from sharding.mesh import MeshError
 
 ROOT = Path(__file__).parent.parent
 SMALL = ROOT / "tests/fixtures/small"
+DIFFER = "the processes were given different meshes"
+SPLIT_TOKENS = "dp=1,cp=1,ep=1,tp=2,sp=on"
 AGREE = """
 import sys
 from sharding.hosts import agree_on, join_hosts, together
@@ -69,7 +71,7 @@ def run_two(code, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("tp=2", "dp=2"), ["the processes were given different meshes: dp=1,ep=1,tp=2; dp=2"] * 2),
+        (("tp=2,sp=on", "cp=2"), [f"{DIFFER}: {SPLIT_TOKENS}; dp=1,cp=2,ep=1,tp=1,sp=auto"] * 2),
         (("absent", "tp=2"), ["no such file", "reading failed in processes [0]"]),
     ],
 )

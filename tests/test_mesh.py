@@ -26,8 +26,9 @@ def sizes(text):
 
 def test_sizes_come_from_text_presets_and_yaml(tmp_path):
     file = tmp_path / "mesh.yaml"
-    file.write_text("# four devices\ntp: 2\n\ndp: 2  # copies\n")
-    assert MeshConfig.parse(str(file)) == MeshConfig.parse(" dp=2, tp=2") == MeshConfig(dp=2, tp=2)
+    file.write_text('# eight devices\ntp: 4\n\ncp: 2  # halves of the context\nsp: "on"\n')
+    expected = MeshConfig(cp=2, tp=4, sp="on")
+    assert MeshConfig.parse(str(file)) == MeshConfig.parse(" cp=2, tp=4,sp=on") == expected
     assert MeshConfig.parse("h200-tp8") == MeshConfig(tp=8)
     assert all(MeshConfig.parse(text).devices in (4, 8) for text in PRESETS)
 
@@ -36,7 +37,9 @@ def test_sizes_come_from_text_presets_and_yaml(tmp_path):
     ("text", "says"),
     [
         ("tp", "tp= is not understood"),
-        ("tp=x", "tp=x is not understood; write sizes of dp, ep, tp"),
+        ("tp=x", "tp=x is not understood; write sizes of dp, cp, ep, tp and sp=auto|on|off"),
+        ("tp=2,sp=2", "sp=2 is not"),
+        ("dp=2,sp=on", "sp=on splits tokens over the devices of tp, which is 1; give tp=2 or more"),
         ("tp=-2", "tp=-2 is not"),
         ("pp=2", "pp=2 is not"),
         ("tp=2,tp=2", "tp is given twice"),
@@ -52,7 +55,7 @@ def test_other_text_is_refused(text, says):
 
 def test_a_mesh_has_neighbours_in_a_tp_group():
     mesh = make_mesh(MeshConfig(dp=2, tp=4))
-    assert dict(mesh.shape) == {"dp": 2, "ep": 1, "tp0": 2, "tp1": 2}
+    assert dict(mesh.shape) == {"dp": 2, "cp": 1, "ep": 1, "tp0": 2, "tp1": 2}
     assert [d.id for d in mesh.devices[1].flat] == [4, 5, 6, 7]
 
 

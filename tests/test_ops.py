@@ -147,8 +147,8 @@ def test_a_choice_is_logged_once(on_gpu, caplog):
     q, r = jnp.zeros((1, 2, 6, 64), jnp.bfloat16), jnp.zeros((1, 2, 6, 16), jnp.bfloat16)
     k = jnp.zeros((1, 32, 1, 64), jnp.bfloat16)
     for _ in range(2):
-        assert ops.takes_attention(q, r, k, 16)
-        assert not ops.takes_attention(q[..., :48], r, k[..., :48], 16)
+        assert ops.takes_attention(q, r, k, 16, 32)
+        assert not ops.takes_attention(q[..., :48], r, k[..., :48], 16, 32)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "rel_attention_decode: kernel"),
         ("WARNING", "rel_attention_decode: plain JAX, head_dim is 48, not 64 or 128"),
@@ -165,8 +165,10 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     assert not ops.takes_experts(z.astype(jnp.bfloat16), w13, w2)
     assert ops.chosen()[ops.EXPERTS] == "the experts were not packed by `load`"
     q, r, k = (jnp.zeros(s, jnp.float32) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
-    assert not ops.takes_attention(q, r, k, None)
+    assert not ops.takes_attention(q, r, k, None, 32)
     assert "float32" in ops.chosen()[ops.ATTENTION]
+    assert not ops.takes_attention(*(x.astype(jnp.bfloat16) for x in (q, r, k)), None, 64)
+    assert ops.chosen()[ops.ATTENTION] == "each device has 32 of the 64 slots of full layers (cp)"
     narrow = jnp.zeros((1, 1, 96))
     assert not ops.takes_mix(narrow, (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
     assert ops.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
@@ -191,5 +193,5 @@ def test_a_cpu_packs_nothing():
 def test_a_model_spread_over_devices_keeps_the_plain_path(on_gpu):
     q, r, k = (jnp.zeros(s, jnp.bfloat16) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
     with jax.set_mesh(jax.make_mesh((2,), ("tensor",))):
-        assert not ops.takes_attention(q, r, k, None)
+        assert not ops.takes_attention(q, r, k, None, 32)
     assert ops.chosen()[ops.ATTENTION] == "the model is spread over 2 devices"

@@ -30,8 +30,15 @@ SIZES = {
     "moe_intermediate_size": 128,
 }
 SMALL = tiny(**SIZES)
-TOKENS = np.array([[3, 14, 15, 9, 26, 5, 35, 8], [9, 7, 9, 3, 0, 0, 0, 0]], np.int32)
-LENGTHS = np.array([8, 4], np.int32)
+MORE_MESHES = (
+    "tp=2", "cp=8", "dp=2,cp=2,tp=2", "tp=4,sp=on", "tp=2,cp=4,sp=on", "tp=2,dp=2,ep=2,sp=on"
+)  # fmt: skip
+PARTS = ("attention", "moe")
+TOKENS = np.zeros((2, 13), np.int32)
+TOKENS[0], TOKENS[1, :4] = np.random.default_rng(0).integers(0, 43, 13), (9, 7, 9, 3)
+LENGTHS = np.array([13, 4], np.int32)
+IMAGE_INDEX = np.full((2, 13), -1, np.int32)
+IMAGE_INDEX[0, 2:6] = range(4)
 
 
 @functools.cache
@@ -47,7 +54,7 @@ def packed_params():
 
 def sums_and_gathers(program):
     """Counts the collectives of a program by kind and by where in the model they are."""
-    pattern = r"(all-|reduce-scatter|collective-)([a-z]*)(?:-start)?\(.*op_name=\"([^\"]*)\""
+    pattern = r"(all-|reduce-|collective-)([a-z]*)(?:-start)?\(.*op_name=\"([^\"]*)\""
     found = re.findall(pattern, program)
     return Counter((kind + what, name.removeprefix("jit(run)/")) for kind, what, name in found)
 
@@ -55,8 +62,10 @@ def sums_and_gathers(program):
 @functools.partial(jax.jit, static_argnames="config")
 def run(params, config, tokens, lengths, requests):
     """Returns the logits after the prompts, and the tokens that follow: a prefill and a loop."""
-    cache = init_cache(config.text, tokens.shape[0], 16, 1, jnp.float32)
-    logits, cache = prefill(params, config, tokens, lengths, cache)
+    cache = init_cache(config.text, tokens.shape[0], 20, 1, jnp.float32)
+    features = jnp.cos(jnp.arange(4.0 * config.text.hidden_size)).reshape(4, -1)
+    image_index = jnp.asarray(IMAGE_INDEX)
+    logits, cache = prefill(params, config, tokens, lengths, cache, features, image_index)
     state, first = begin(logits, cache, requests)
     return logits, first.ids, decode_block(params, config, state, 5)[1].ids
 
@@ -79,11 +88,51 @@ def one_device():
     return answer(packed_params())
 
 
-@pytest.mark.parametrize("text", ["tp=2", "tp=4", "tp=2,dp=2,ep=2"])
-def test_a_mesh_gives_the_logits_and_tokens_of_one_device(text, one_device):
-    """Also says which collectives prefill and step have: two a layer, the embedding's, the head's.
+def whole(where, layer):
+    """The collectives of a layer whose tokens are with every device."""
+    places = (f"{where}/layer_{layer}/{part}" for part in PARTS)
+    return Counter(("all-reduce", f"{place}/psum") for place in places)
 
-    Where the batch is split, the loop asks once a step whether all rows have ended.
+
+def split(where, layer):
+    """The collectives of a layer whose tokens are split: no sum of them all with every device."""
+    found = Counter()
+    for part, inputs in (
+        ("attention", 3 if SIZES["layer_types"][layer] == FULL else 1),
+        ("moe", 3),  # with the experts' numbers and weights
+    ):
+        place = f"{where}/layer_{layer}/{part}"
+        found["all-gather", f"{place}/all_gather"] = inputs
+        found["reduce-scatter", f"{place}/reduce_scatter"] = 1
+        found["collective-permute", f"{place}/ppermute"] = 1  # the halo
+    return found
+
+
+def softmax(where, layer):
+    """What joins the softmax of a full layer over devices: its highest score, then its sums."""
+    place = f"{where}/layer_{layer}/attention/softmax"
+    return [("all-reduce", f"{place}/pmax"), ("all-reduce", f"{place}/psum")]
+
+
+# What every device learns of the tokens themselves: the last of each convolution's, in one sum.
+LAST_TOKENS = ":".join(f"layer_{i}/{part}/last_tokens/psum" for i in (0, 1) for part in PARTS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=4",
+        "tp=2,dp=2,ep=2",
+        "cp=2,ep=2,tp=2,sp=on",
+        *(pytest.param(text, marks=pytest.mark.long) for text in MORE_MESHES),
+    ],
+)
+def test_a_mesh_gives_the_logits_and_tokens_of_one_device(text, one_device):
+    """Also says which collectives prefill and step have.
+
+    A step: two a layer, the embedding's, the head's; where slots are split, two for the softmax of
+    a full layer; where the batch is split, the loop asks once a step whether all rows have ended.
+    13 tokens do not divide, one row has a picture across slices and one ends in the first slice.
     """
     mesh = make_mesh(MeshConfig.parse(text))
     with jax.set_mesh(mesh):
@@ -91,23 +140,32 @@ def test_a_mesh_gives_the_logits_and_tokens_of_one_device(text, one_device):
         program, logits, ids = answer(params)
     np.testing.assert_allclose(logits, one_device[1], atol=3e-4)
     np.testing.assert_array_equal(ids, one_device[2])
-    places = [f"layer_{i}/{part}" for i in range(2) for part in ("attention", "moe")]
+    prefill, step, tp = "shard_map", "while/body/shard_map", "tp0" in mesh.shape
     expected = Counter()
-    for where in ("shard_map", "while/body/shard_map"):
-        expected.update(("all-reduce", f"{where}/{place}/psum") for place in ("embed", *places))
-        expected["all-gather", f"{where}/unembed/all_gather"] += 1
-    if mesh.shape["dp"] > 1:
-        expected["all-reduce", "while/cond/reduce_and"] += 1
+    for where in (prefill, step):
+        splits = where == prefill and text.endswith("sp=on")
+        for layer in range(2):
+            expected.update((split if splits else whole)(where, layer) if tp else ())
+        kind, name = ("reduce-scatter", "reduce_scatter") if splits else ("all-reduce", "psum")
+        expected[kind, f"{where}/embed/{name}"] += tp
+        expected["all-reduce", f"{where}/({LAST_TOKENS})"] += splits
+        expected["all-gather", f"{where}/all_gather"] += splits
+        expected["all-gather", f"{where}/unembed/all_gather"] += tp
+        expected.update(softmax(where, 1) if mesh.shape["cp"] > 1 else ())
+    expected["all-reduce", "while/cond/reduce_and"] += mesh.shape["dp"] > 1
     assert sums_and_gathers(program) == expected
 
 
 def test_a_drafter_gives_the_same_tokens_on_a_mesh():
-    """The drafter is whole on every device, its target split; rounds accept what they do on one."""
-    prompts = np.array([[3, 14, 15], [9, 26, 5]])
+    """The drafter is whole on every device, its target split; rounds accept what they do on one.
+
+    Prompts are longer than a block of drafts, so that their tokens are split and blocks are not.
+    """
+    prompts = np.array([[3, 14, 15, 9, 26, 5], [9, 26, 5, 35, 8, 9]])
     options = {"sampling": [GREEDY, SamplingParams(temperature=1.0)], "max_new": 8}
     options["drafter"] = (speculator(3),)
     expected = run_drafted(drafted, prompts, **options.copy())
-    with jax.set_mesh(make_mesh(MeshConfig(tp=2, dp=2))):
+    with jax.set_mesh(make_mesh(MeshConfig.parse("dp=2,cp=2,tp=2,sp=on"))):
         found = run_drafted(drafted, prompts, **options)
     for one, other in zip(expected, found, strict=True):
         if hasattr(one, "ids"):

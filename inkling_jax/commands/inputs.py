@@ -31,7 +31,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mesh",
         metavar="M",
-        help="devices to use: sizes such as tp=4,dp=2, a preset such as h200-tp4, or a YAML file",
+        help="devices to use: sizes such as tp=4,cp=2, a preset such as h200-tp4, or a YAML file",
     )
 
 

@@ -14,10 +14,11 @@ from inkling_jax import generation
 from inkling_jax.config import Config
 from inkling_jax.sampling import Sampling, keys_from_seeds
 
-LONG = batches.Sizes(text=2, retrieval=3, chats=3)  # rows of 2,048 tokens of the corpus
+# Rows of 2,048 tokens of the corpus, of which replies are learnt; text comes in continuations.
+LONG = batches.Sizes(text=0, retrieval=3, chats=5, read_documents=False)
 PROMPT, REPLY, ROWS = 256, 256, 32  # of a batch of continuations
 AT_ONCE = 2  # batches that are drawn together, the most tokens that the experts' kernel takes
-LONG_TURN = 3  # every third batch is of the corpus
+CONTINUED_TURN = 3  # every third batch is of continuations
 
 
 class Batch(NamedTuple):
@@ -102,7 +103,7 @@ def _without_pictures(tokens, mask, lengths) -> Batch:
 def stream(
     work: Path, continuations: Continuations, first: int, pool: int, workers: int
 ) -> Iterator[Batch]:
-    """Yields batches from step `first` on: one of the corpus, two of continuations, and so on.
+    """Yields batches from step `first` on: one of continuations, two of the corpus, and so on.
 
     Args:
       pool: how many batches of continuations are made; then they come again.
@@ -111,10 +112,11 @@ def stream(
     corpus = batches.stream(work, 5 * 10**8 + first, LONG, workers)
     try:
         while True:
-            if first % LONG_TURN == 0:
+            turn, other = divmod(first, CONTINUED_TURN)
+            if other:
                 yield of_corpus(next(corpus))
             else:
-                seed, part = divmod((first - first // LONG_TURN) % pool, AT_ONCE)
+                seed, part = divmod(turn % pool, AT_ONCE)
                 if seed not in made:
                     made[seed] = continuations.make(seed)
                 yield made[seed][part]
