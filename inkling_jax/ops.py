@@ -25,6 +25,9 @@ SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off, to compare with the p
 CAPABILITY = 9.0  # Hopper; newer devices run the same code
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
+# Traced and lowered once for all layers of the same shapes.
+_conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=("dtype", "eps", "norm_eps"))
+
 _log = logging.getLogger(__name__)
 _chosen: dict[str, str] = {}
 
@@ -178,7 +181,7 @@ def conv_mix(
     norm_eps: float,
 ) -> ConvMix:
     """`residual.advance` by the kernel; `partial` is None where a block starts."""
-    return conv_mix_kernel.conv_mix(
+    return _conv_mix(
         u, partial, blocks, scales, queries, norms, weight, state, start, count,
         dtype=dtype, eps=eps, norm_eps=norm_eps,
     )  # fmt: skip
