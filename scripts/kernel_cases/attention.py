@@ -1,0 +1,99 @@
+"""Decode attention rows: contexts, queries, tiles."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import rel_attention_decode
+from pallas_kernels.rel_attention_decode import reference
+from pallas_kernels.rel_attention_decode.shapes import (
+    CONTEXTS,
+    DIM,
+    EXTENT,
+    HEADS,
+    KV_HEADS,
+    RANKS,
+    WINDOW,
+)
+from scripts.kernel_cases.case import CALLS, ROTATE, Case
+
+
+def cases() -> Iterator[Case]:
+    """Yields the rows."""
+    tile = rel_attention_decode.TileConfig
+    short, context, longest = CONTEXTS
+    for config in (None, tile(16, 128, 8, 3)):
+        yield _case(1, context, config=config)
+    yield _case(1, context, plain=True)
+    # One program per multiprocessor: a deeper pipeline costs nothing but shared memory.
+    for config in (None, *(tile(16, 64, 4, stages) for stages in (4, 5))):
+        yield _case(8, context, config=config)
+    yield _case(1, short)
+    for config in (None, tile(16, 64, 4, 5)):
+        yield _case(8, short, config=config)
+    for tokens in (1, 8):
+        yield _case(tokens, short, WINDOW)
+    yield _case(1, longest)
+
+
+def _case(tokens, context, window=None, config=None, plain=False):
+    reach = min(window, context) if window else context
+    size = 2 * reach * KV_HEADS * DIM * 2
+    copies = min(max(round(ROTATE / size), 1), 16)
+    calls = max(copies, CALLS)
+
+    def attend(q, shared, k, v):
+        if plain:
+            return reference.rel_attention_decode(q=q, k=k, v=v, window=window, **shared)
+        return rel_attention_decode.rel_attention_decode(
+            q=q, k=k, v=v, window=window, config=config, **shared
+        )
+
+    def step(i, q, shared, caches):
+        for call in range(calls):
+            q = attend(q, shared, *caches[call % copies]).astype(jnp.bfloat16)
+        return q
+
+    def expected(q, shared, caches):
+        k, v = caches[0]
+        return reference.rel_attention_decode(q=q, k=k, v=v, window=window, **shared)
+
+    variant = "plain xla" if plain else "default"
+    if config:
+        variant = f"n{config.splits} k{config.keys} w{config.warps} s{config.stages}"
+    return Case(
+        "attention", variant,
+        f"{tokens} q, {context}" + (f", window {window}" if window else ""),
+        step, _setup(tokens, context, window, copies), size, calls,
+        result=lambda q, shared, caches: attend(q, shared, *caches[0]),
+        expected=expected, tolerance=1e-2,
+    )  # fmt: skip
+
+
+@functools.cache
+def _setup(*shape):
+    return functools.partial(_inputs, *shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _inputs(tokens, context, window, copies, key):
+    keys = iter(jax.random.split(key, 6 + 2 * copies))
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape, dtype)
+
+    slots = window + 8 if window else context + 8
+    shared = {
+        "r": normal(1, tokens, HEADS, RANKS),
+        # A bias of deviation 1: the keys beyond the extent keep most of the weight.
+        "proj": (normal(RANKS, EXTENT, dtype=jnp.float32) / RANKS**0.5).astype(jnp.bfloat16),
+        "sink": normal(1, tokens, HEADS, dtype=jnp.float32),
+        "gate": normal(1, tokens, HEADS, DIM),
+        "start": jnp.full(1, context - tokens, jnp.int32),
+        "lengths": jnp.full(1, tokens, jnp.int32),
+    }
+    q = normal(1, tokens, HEADS, DIM)
+    cache = (1, slots, KV_HEADS, DIM)
+    return q, (shared, tuple((normal(*cache), normal(*cache)) for _ in range(copies)))

@@ -1,0 +1,50 @@
+"""A row of bench_kernels.py's table, and what all rows share."""
+
+import dataclasses
+from collections.abc import Callable
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+ROTATE = 250e6  # bytes: more than 4 x L2
+# Calls a trip at least: few launches are not captured, and a trip then costs 27 us by itself.
+CALLS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is timed, and how its result is judged.
+
+    Attributes:
+      op, variant, shape: names of the row.
+      step: (trip, carry, *args) -> carry, with `calls` calls of the op inside.
+      setup: key -> (carry, args) on the device; cases with the same `setup` object share its
+        result.
+      bytes: read by one call, each weight and key once.
+      calls: of the op in one trip.
+      result: (carry, *args) -> arrays that are defined after such a call.
+      expected: the same by the plain reference in float32.
+      tolerance: norm of the error over the norm of what is expected, at most.
+    """
+
+    op: str
+    variant: str
+    shape: str
+    step: Callable
+    setup: Callable
+    bytes: float
+    calls: int = CALLS
+    result: Callable | None = None
+    expected: Callable | None = None
+    tolerance: float = 0.0
+
+
+def trivial_kernel(x):
+    """One block that adds 1."""
+
+    def body(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    return pl.pallas_call(
+        body, out_shape=x, compiler_params=plt.CompilerParams(num_warps=4, num_stages=1)
+    )(x)

@@ -1,0 +1,164 @@
+"""Expert rows: formats, tokens, valid rows, a TP4 rank's width."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import moe_experts
+from pallas_kernels.moe_experts import reference
+from pallas_kernels.moe_experts.shapes import (
+    EXPERTS,
+    GATE_SOFTCAP,
+    HIDDEN,
+    PICKS,
+    UP_SOFTCAP,
+    WIDTH,
+    WIDTH_TP4,
+)
+from scripts.kernel_cases.case import CALLS, Case
+
+CAPS = {"gate_softcap": GATE_SOFTCAP, "up_softcap": UP_SOFTCAP}
+TRIPS = 16  # different choices of experts
+
+
+def cases() -> Iterator[Case]:
+    """Yields the rows; the last is what XLA makes of gather, dequantize and two products."""
+    yield _case("nvfp4", 1)
+    yield _case("nvfp4", 1, combine=True)
+    yield _case("nvfp4", 8)
+    yield _case("nvfp4", 8, valid=1)
+    yield _case("nvfp4", 8, valid=4)
+    yield _case("nvfp4", 4)
+    yield _case("nvfp4", 64)
+    yield _case("nvfp4", 1, inner=WIDTH_TP4)
+    yield _case("nvfp4", 8, inner=WIDTH_TP4)
+    yield _case("mxfp8", 1, experts=128)
+    yield _case("mxfp8", 8, experts=128)
+    yield _case("mxfp8", 1, inner=WIDTH_TP4)
+    yield _case("mxfp8", 8, inner=WIDTH_TP4)
+    yield _case("bfloat16", 1, experts=64)
+    yield _plain(1, experts=64)
+
+
+def _case(format, tokens, inner=None, experts=None, valid=None, combine=False):
+    inner, experts, valid = inner or WIDTH, experts or EXPERTS, valid or tokens
+    distinct = min(valid * PICKS, 61 if tokens <= 8 else 286)
+
+    def step(i, x, weights, picked, plans, w13, w2):
+        for call in range(CALLS):
+            plan = jax.tree.map(lambda a, n=call: a[(CALLS * i + n) % a.shape[0]], plans)
+            y = moe_experts.moe_experts_slots(x, weights, plan, w13, w2, **CAPS)
+            if combine:
+                x = y.sum(axis=1).astype(x.dtype)
+            else:  # the next call must wait for this one; a sliver of it costs no bandwidth
+                x = x.at[:, :128].set(y[:, 0, :128].astype(x.dtype))
+        return x
+
+    def result(x, weights, picked, plans, w13, w2):
+        plan = jax.tree.map(lambda a: a[0], plans)
+        y = moe_experts.moe_experts_slots(x, weights, plan, w13, w2, **CAPS)
+        return y[:valid].sum(axis=1)
+
+    def expected(x, weights, picked, plans, w13, w2):
+        def one(i):  # an expert at a time: all of them in float32 are too large
+            token, pick = i // PICKS, i % PICKS
+            w = (moe_experts.unpack(w[picked[0, token, pick][None]]) for w in (w13, w2))
+            first, weight = jnp.zeros((1, 1), jnp.int32), weights[token, pick][None, None]
+            return reference.moe_experts(x[token][None], first, weight, *w, **CAPS)[0]
+
+        return lax.map(one, jnp.arange(valid * PICKS)).reshape(valid, PICKS, -1).sum(axis=1)
+
+    note = f"{tokens} tok, {valid} valid" if valid < tokens else f"{tokens} tok"
+    return Case(
+        "moe_experts", format + (" + combine" if combine else ""),
+        f"{note}, {distinct} experts, I {inner}",
+        step, _setup(format, tokens, distinct, inner, experts, valid),
+        distinct * _expert_bytes(format, inner),
+        result=result, expected=expected, tolerance=5e-3,
+    )  # fmt: skip
+
+
+@functools.cache
+def _setup(*shape):
+    return functools.partial(_inputs, *shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _inputs(format, tokens, distinct, inner, experts, valid, key):
+    keys = jax.random.split(key, 4)
+    w13 = _random_packed(keys[0], format, 2 * inner, HIDDEN, experts, interleaved=True)
+    w2 = _random_packed(keys[1], format, HIDDEN, inner, experts, interleaved=False)
+    x = jax.random.normal(keys[2], (tokens, HIDDEN)).astype(jnp.bfloat16)
+    weights = jax.random.uniform(keys[3], (tokens, PICKS))
+    # Each trip takes the next experts; the first rows of a trip share them until `distinct` is met.
+    pick = jnp.arange(tokens * PICKS) % distinct
+    offset = (jnp.arange(TRIPS) * distinct)[:, None]
+    picked = ((offset + pick) % experts).reshape(TRIPS, tokens, PICKS).astype(jnp.int32)
+    picked = jnp.where((jnp.arange(tokens) < valid)[:, None], picked, experts)
+    plans = jax.vmap(lambda p: moe_experts.make_plan(p, experts))(picked)
+    return x, (weights, picked, plans, w13, w2)
+
+
+def _random_packed(key, format, rows, columns, experts, interleaved):
+    """Packed weights straight from random bits, free of NaN codes."""
+    loads, steps = moe_experts.pack.LOADS[format], -(-columns // 64)
+    shape = (experts, rows // 32, steps, 2, loads, 128)
+    keys = jax.random.split(key, 2)
+    words = lax.bitcast_convert_type(jax.random.bits(keys[0], shape, jnp.uint32), jnp.int32)
+    if format == "mxfp8":
+        words &= ~0x22002200  # no exponent of all ones
+        scales = jax.random.randint(keys[1], (*shape[:3], 64), 220, 240, jnp.uint8)
+        outer = jnp.full(experts, 2.0**-4)
+    elif format == "nvfp4":
+        scales = jax.random.randint(keys[1], (*shape[:3], 128), 16, 64, jnp.uint8)
+        outer = jnp.full(experts, 2.0**22)
+    else:
+        words &= ~0x40004000  # below 2
+        scales, outer = None, jnp.ones(experts)
+    return moe_experts.PackedExperts(words, scales, outer, columns, interleaved)
+
+
+def _expert_bytes(format, inner):
+    """Published bytes of one expert: values and scales, each once."""
+    bits = {"nvfp4": 4.5, "mxfp8": 8.25, "bfloat16": 16}[format]
+    return 3 * inner * HIDDEN * bits / 8
+
+
+def _plain(tokens, experts):
+    def setup(key):
+        keys = jax.random.split(key, 3)
+
+        def nvfp4(key, rows, columns):
+            values = jax.random.bits(key, (experts, rows, columns // 2), jnp.uint8)
+            return values, jnp.ones((experts, rows, columns // 16), jnp.float8_e4m3fn)
+
+        w13, w2 = nvfp4(keys[0], 2 * WIDTH, HIDDEN), nvfp4(keys[1], HIDDEN, WIDTH)
+        return jax.random.normal(keys[2], (tokens, HIDDEN)).astype(jnp.bfloat16), (w13, w2)
+
+    def layer(x, pick, w13, w2):
+        def expand(w):
+            outer = jnp.full(tokens * PICKS, 1 / 64)
+            full = reference.dequantize_nvfp4(*(a[pick.reshape(-1)] for a in w), outer)
+            return full.astype(jnp.bfloat16).reshape(tokens, PICKS, *full.shape[1:])
+
+        both = jnp.einsum("td,tkrd->tkr", x, expand(w13), preferred_element_type=jnp.float32)
+        gate, up = both[..., ::2], both[..., 1::2]
+        act = GATE_SOFTCAP * jnp.tanh(gate / GATE_SOFTCAP) * jax.nn.sigmoid(gate)
+        act = (act * UP_SOFTCAP * jnp.tanh(up / UP_SOFTCAP)).astype(jnp.bfloat16)
+        y = jnp.einsum("tkr,tkdr->td", act, expand(w2), preferred_element_type=jnp.float32)
+        return y.astype(jnp.bfloat16)
+
+    def step(i, x, w13, w2):
+        for call in range(CALLS):
+            first = (CALLS * i + call) * PICKS * tokens
+            pick = (first + jnp.arange(tokens * PICKS).reshape(tokens, PICKS)) % experts
+            x = layer(x, pick, w13, w2)
+        return x
+
+    return Case(
+        "moe_experts", "nvfp4 plain xla", f"{tokens} tok, {PICKS * tokens} experts, I {WIDTH}",
+        step, setup, PICKS * tokens * _expert_bytes("nvfp4", WIDTH),
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""The kernel benchmark from end to end, interpreted at toy sizes."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ptx_emulator
+import pytest
+
+from pallas_kernels.moe_experts import kernel_sm90
+from scripts import bench_kernels, kernel_cases
+from scripts.kernel_cases import Case, attention, conv_mix, limits, moe_experts, projections
+
+TOY = {
+    limits: {"FLOATS": 1 << 10},
+    moe_experts: {"HIDDEN": 64, "WIDTH": 32, "WIDTH_TP4": 16, "PICKS": 2, "EXPERTS": 16},
+    attention: {
+        **{"CONTEXTS": (40, 70, 90), "WINDOW": 16, "EXTENT": 16},
+        **{"HEADS": 6, "KV_HEADS": 1, "DIM": 64},
+    },
+    conv_mix: {"HIDDEN": 512, "PARTS": 2},
+    projections: {"HIDDEN": 512, "INPUT_ROWS": 128, "WO": (128, 1024), "HEAD_ROWS": 192},
+}
+
+
+def bench(out, *arguments):
+    """The exit code and the rows of a run."""
+    code = bench_kernels.main(["--out", str(out), "--commit", "none", *arguments])
+    return code, json.loads(out.read_text())["rows"]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    for module, sizes in TOY.items():
+        for name, value in sizes.items():
+            monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(module, "CALLS", 2)
+        monkeypatch.setattr(module, "ROTATE", 1, raising=False)
+    ptx_emulator.interpreted(monkeypatch, kernel_sm90)
+
+    def two_trips(loop, carry, args, target):
+        jax.block_until_ready(loop(jnp.int32(2), carry, *args))
+        return [1e-6]
+
+    monkeypatch.setattr(bench_kernels, "time_case", two_trips)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("op", ["moe_experts", "attention", "conv_mix", "project"])
+def test_every_variant_runs_and_is_right(op, tmp_path, monkeypatch):
+    variants = {(case.op, case.variant): case for case in kernel_cases.cases()}
+    monkeypatch.setattr(kernel_cases, "cases", variants.values)
+    code, rows = bench(tmp_path / "rows.json", "--only", op)
+    assert [row for row in rows if not row.get("correct", "plain" in row["variant"])] == []
+    assert code == 0 and {row["op"] for row in rows} == {"limit", op}
+
+
+def adding(number, expected=1.0, **fields):
+    """A case that adds `number` to a vector and is told what it should have added."""
+    case = Case(
+        "add", str(number), "8", lambda i, x: x + number, lambda key: (jnp.ones(8), ()), 64,
+        result=lambda x: x + number, expected=lambda x: x + expected, tolerance=1e-6,
+    )  # fmt: skip
+    return dataclasses.replace(case, **fields)
+
+
+def test_a_wrong_result_and_a_fault_are_marked_and_the_next_case_runs(tmp_path, monkeypatch):
+    def fails(x):
+        raise ValueError("no such shape")
+
+    cases = [adding(2.0), adding(jnp.nan), adding(1.0, result=fails), adding(1.0)]
+    monkeypatch.setattr(kernel_cases, "cases", lambda: cases)
+    code, rows = bench(tmp_path / "new" / "rows.json", "--target", "0.0001")
+    assert code == 1
+    assert [row.get("correct") for row in rows] == [False, False, None, True]
+    assert rows[2]["error"] == "ValueError: no such shape" and "us" in rows[3]
+
+
+def test_nothing_starts_when_the_time_is_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_cases, "cases", lambda: [adding(1.0)])
+    code, rows = bench(tmp_path / "rows.json", "--minutes", "0")
+    assert code == 0 and rows[0]["skipped"] == "the time was up"
