@@ -61,7 +61,8 @@ class DecoderLayer(nnx.Module):
 
     @property
     def attn_reader(self) -> Reader:
-        """Step 1; layer 0 has none, it reads the embedding."""
+        """Steps 1 and 2; layer 0 has none, it reads the embedding."""
+        assert self.attn_query is not None
         query, norms = jnp.atleast_2d(self.attn_query[...]), self.attn_norms
         return Reader(query, norms, self.attn.wq[...].dtype)
 

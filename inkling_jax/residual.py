@@ -29,7 +29,7 @@ class Residual:
     Attributes:
       blocks: the finished blocks.
       partial: the running sum of the current block, None before its first summand.
-      scales: 1 / rms of the finished blocks and then of `partial`, each kept from its creation.
+      scales: 1 / rms of each of `sources`, kept from its creation.
     """
 
     blocks: tuple[Float[Array, "B T D"], ...]
@@ -41,10 +41,14 @@ class Residual:
         """Returns the residual that consists of the embedding."""
         return cls((), x, (_inverse_rms(x),))
 
+    @property
+    def sources(self) -> tuple[Float[Array, "B T D"], ...]:
+        """The finished blocks and the running sum."""
+        return self.blocks if self.partial is None else (*self.blocks, self.partial)
+
     def finish_block(self) -> Self:
         """Returns the residual in which the running sum is a finished block."""
-        assert self.partial is not None
-        return dataclasses.replace(self, blocks=(*self.blocks, self.partial), partial=None)
+        return dataclasses.replace(self, blocks=self.sources, partial=None)
 
 
 class Reader(NamedTuple):
@@ -61,7 +65,7 @@ def mix(query: Float[Array, "*n D"], residual: Residual) -> Float[Array, "*n B T
     p = softmax_i(query · n_i / sqrt(D)), result Σ_i p_i n_i in float32; several queries, several
     results.
     """
-    pairs = zip((*residual.blocks, residual.partial), residual.scales, strict=True)
+    pairs = zip(residual.sources, residual.scales, strict=True)
     sources = jnp.stack([x * scale[..., None] for x, scale in pairs])
     scores = einsum("...d,sbtd->...sbt", query, sources) / math.sqrt(sources.shape[-1])
     weights = jax.nn.softmax(scores, axis=-3)

@@ -122,7 +122,7 @@ def _body(given, ring_ref, out_refs, sources, arrived, done=None, *, tokens, eps
         pl.semaphore_wait(done, len(group))
 
 
-def _group(peers) -> list[dict[str, jax.Array]]:
+def _group(peers) -> list[dict[str, Any]]:
     """Where the devices of the group lie on the mesh, in the order of their ranks."""
     if not peers:
         return []
