@@ -35,6 +35,7 @@ from checkpoints.orbax_store import (
     is_intact,
     write_array,
     write_tree,
+    write_whole,
 )
 from checkpoints.safetensors_reader import TensorInfo, parse_json, read_index
 from checkpoints.transforms import Leaf
@@ -175,16 +176,13 @@ def _claim(partial: Path, identity: str) -> None:
     if not (partial / MANIFEST).exists():
         if (partial / PARAMS).exists():
             raise InputError(f"{partial}: is not of a conversion, remove it")
-        _replace_json(partial / MANIFEST, {"source": identity})
+        _write_json(partial / MANIFEST, {"source": identity})
     if _identity_of(partial / MANIFEST) != identity:
         raise InputError(f"{partial}: was begun from another source or version of it, remove it")
 
 
-def _replace_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Writes `file` so that it is never seen half-written."""
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n")
-    unfinished.rename(file)
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    write_whole(file, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def _write_arrays(params: Path, plan: Plan, progress: bool) -> int:
@@ -243,6 +241,6 @@ def _write_manifest(source: Path, partial: Path, plan: Plan, identity: str) -> N
     write_tree(partial / PARAMS, [leaf.path for leaf in plan.leaves])
     for name in COPIED:
         if (source / name).is_file():
-            shutil.copyfile(source / name, partial / name)
+            write_whole(partial / name, (source / name).read_bytes())
     manifest = {"version": 1, "source": identity, "ignored": plan.ignored, "arrays": arrays}
-    _replace_json(partial / MANIFEST, manifest)
+    _write_json(partial / MANIFEST, manifest)

@@ -29,7 +29,7 @@ from checkpoints.transforms import (
     scales,
     taps,
 )
-from inkling_jax.errors import InputError
+from inkling_jax.errors import InputError, report
 
 Transform = Callable[[Shape], Shape]
 Table = Mapping[str, tuple[str, Transform]]
@@ -172,8 +172,7 @@ def make_plan(
         else:
             left[name] = reason
     if problems:
-        listing = "\n  ".join(sorted(problems))
-        raise InputError(f"{where}: {len(problems)} faults in its tensors:\n  {listing}")
+        raise report(f"{where}: {len(problems)} faults in its tensors:", sorted(problems))
     return Plan(tuple(leaves), left)
 
 

@@ -3,12 +3,14 @@
 An array is uncompressed zarr v3 in a directory of its own, as Orbax lays them out without OCDBT: a
 chunk's file holds rows of the array as they lie in memory. Writing these as plain files instead of
 through tensorstore is what reaches half the speed of a copy. An interrupted conversion keeps the
-arrays that are finished: those whose `zarr.json`, written last, is there.
+arrays that are finished: those whose `zarr.json`, written last, is there. A file is on the disk
+before the next one says that it is, so that this also holds for a machine that stops.
 """
 
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
+from checkpoints.key_map import ShapeDtype
 from checkpoints.transforms import Leaf
 from checkpoints.transforms import Path as LeafPath
-from inkling_jax.errors import InputError
+from inkling_jax.errors import report
 
 CHUNK_BYTES = 64 << 20  # of a file; an array's last one is padded with zeros, as zarr wants it
 PIECE_BYTES = 256 << 10  # read, hashed and written at once: more falls out of the processor's cache
@@ -34,6 +37,7 @@ def array_name(path: LeafPath) -> str:
 def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> None:
     """Streams one array to `directory`/name; `advance` is told of the bytes as they are written."""
     folder = directory / array_name(leaf.path)
+    folder.mkdir(exist_ok=True)
     digest = hashlib.sha256()
     row = leaf.nbytes // leaf.shape[0]
     rows = min(leaf.shape[0], max(1, CHUNK_BYTES // row))
@@ -41,8 +45,7 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
     step = PIECE_BYTES // max(leaf.dtype.itemsize, 4)
     with leaf.sources[0].file.open("rb", buffering=0) as source:
         for name, start, stop in _chunks(leaf.shape, rows):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / name).open("wb", buffering=0) as chunk:
+            with (folder / name).open("wb") as chunk:
                 for begin in range(start, stop, step):
                     values = leaf.flat(source, begin, min(begin + step, stop), buffer)
                     data = values.view(np.uint8).data
@@ -50,6 +53,7 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
                     chunk.write(data)
                 advance(chunk.tell())
                 chunk.truncate(rows * row)
+                os.fsync(chunk.fileno())
     described = {
         "zarr_format": 3,
         "node_type": "array",
@@ -59,14 +63,23 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
             "name": "regular",
             "configuration": {"chunk_shape": [rows, *leaf.shape[1:]]},
         },
-        "chunk_key_encoding": {"name": "default"},
+        # One folder for all chunks: making folders takes longer than writing a small array.
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         "fill_value": 0,
         "attributes": {"sha256": digest.hexdigest(), "made_of": leaf.names},
     }
-    unfinished = folder / "zarr.json.tmp"
-    unfinished.write_text(json.dumps(described))
-    unfinished.rename(folder / "zarr.json")
+    write_whole(folder / "zarr.json", json.dumps(described).encode())
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Writes a file that is never seen half-written, and waits until it is on the disk."""
+    unfinished = file.with_name(file.name + ".tmp")
+    with unfinished.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    unfinished.rename(file)
 
 
 _DESCRIPTION = {"shape", "data_type", "chunk_grid", "attributes"}
@@ -126,22 +139,23 @@ def write_tree(directory: Path, paths: Iterable[LeafPath]) -> None:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    (directory / "_METADATA").write_text(json.dumps(metadata))
+    write_whole(directory / "_METADATA", json.dumps(metadata).encode())
 
 
-def restore(
-    directory: Path, abstract: Mapping[LeafPath, jax.ShapeDtypeStruct], cast: bool = False
-) -> dict[LeafPath, jax.Array]:
-    """Restores all arrays onto devices, on any number of them.
+def check(directory: Path, abstract: Mapping[LeafPath, ShapeDtype], cast: bool = False) -> None:
+    """Refuses a checkpoint that does not hold the arrays that are asked for.
+
+    Files must be there and have their sizes. Digests are compared where a conversion goes on, not
+    here: that takes longer than loading does.
 
     Args:
       directory: the Orbax checkpoint.
-      abstract: shape, dtype and sharding of every array, by its path.
-      cast: lets plain floats be restored as another float dtype.
+      abstract: shape and dtype of every array, by its path.
+      cast: lets plain floats be asked for in another float dtype.
 
     Raises:
-      InputError: one report of all arrays that are absent, not asked for, or stored with another
-        shape or dtype.
+      InputError: one report of all arrays that are absent, damaged, not asked for, or stored with
+        another shape or dtype.
     """
     stored = describe(directory)
     wanted = {array_name(path): want for path, want in abstract.items()}
@@ -161,9 +175,23 @@ def restore(
     if not (directory / "_METADATA").is_file():
         problems.append("missing: _METADATA")
     if problems:
-        listing = "\n  ".join(sorted(problems))
-        raise InputError(f"{directory}: {len(problems)} faults against the model:\n  {listing}")
+        raise report(f"{directory}: {len(problems)} faults against the model:", sorted(problems))
 
+
+def restore(
+    directory: Path, abstract: Mapping[LeafPath, jax.ShapeDtypeStruct], cast: bool = False
+) -> dict[LeafPath, jax.Array]:
+    """Restores all arrays onto devices, on any number of them.
+
+    Args:
+      directory: the Orbax checkpoint.
+      abstract: shape, dtype and sharding of every array, by its path.
+      cast: lets plain floats be restored as another float dtype.
+
+    Raises:
+      InputError: what `check` finds.
+    """
+    check(directory, abstract, cast)
     tree: dict[str, Any] = {}
     for path, want in abstract.items():
         *parents, last = map(str, path)
@@ -201,6 +229,6 @@ def _chunk_files(described: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def _chunks(shape: Sequence[int], rows: int) -> Iterator[tuple[str, int, int]]:
     """Yields each chunk's file and the values of the flattened array that it holds."""
-    row, inner = math.prod(shape[1:]), "/0" * (len(shape) - 1)
+    row, inner = math.prod(shape[1:]), ".0" * (len(shape) - 1)
     for k, start in enumerate(range(0, shape[0], rows)):
-        yield f"c/{k}{inner}", start * row, min(start + rows, shape[0]) * row
+        yield f"c.{k}{inner}", start * row, min(start + rows, shape[0]) * row

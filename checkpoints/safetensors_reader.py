@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from inkling_jax.errors import InputError
+from inkling_jax.errors import InputError, report
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -224,8 +224,7 @@ def _read_shards(directory: Path) -> dict[str, TensorInfo]:
         if (directory / shard).is_file()
     }
     if problems := list(_contradictions(weight_map, present)):
-        listing = "\n  ".join(problems)
-        raise InputError(f"{index_file}: {len(problems)} faults against the files:\n  {listing}")
+        raise report(f"{index_file}: {len(problems)} faults against the files:", problems)
     return {name: present[shard][name] for name, shard in weight_map.items()}
 
 

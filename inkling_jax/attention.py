@@ -4,6 +4,7 @@ Scores are formed per block of queries. The bias of a block against the keys it 
 query i meets distance δ at key i + reach - δ, so row i of `r · proj` is shifted right by i.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -59,6 +60,15 @@ class Attention(nnx.Module):
         collectives: Collectives = ALONE,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Reads `count[b]` tokens a row from position `start[b]` on; the result is float32."""
+        block = (z_q, z_k, z_v, cache, start, count)
+        collectives = ALONE if self.shape.sliding else collectives  # a window's ring is not split
+        heads, rel, _ = self.wr[...].shape
+        taps, ring = self.config.conv_kernel_size, collectives.own_slots(cache.k.shape[1])[1]
+        if ops.takes_attention(z_q, cache, heads, rel, taps, self.shape.window, ring):
+            return self._by_kernels(*block)
+        return self._plainly(*block, collectives)
+
+    def _plainly(self, z_q, z_k, z_v, cache: LayerCache, start, count, collectives):
         config, dtype = self.config, z_q.dtype
         q = self.q_scale[...].astype(jnp.float32) * einsum("btd,hkd->bthk", z_q, self.wq[...])
         q = l2_clip(q, config.qk_l2_clip_threshold)
@@ -72,25 +82,45 @@ class Attention(nnx.Module):
 
         k, v, conv = self._keys_and_values(z_k, z_v, cache.conv, start, count)
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-        collectives = ALONE if self.shape.sliding else collectives  # a window's ring is not split
         part = collectives.own_slots(cache.k.shape[1])
         new_k, new_v = (write(x, y, start, count, part) for x, y in ((cache.k, k), (cache.v, v)))
         written = LayerCache(new_k, new_v, conv, cache.sliding)
-        q, r = q.astype(dtype), r.astype(dtype)
-        gate = einsum("btd,hkd->bthk", z_q, self.gate[...])
-        window, proj = self.shape.window, self.rel_proj[...]
-        if ops.takes_attention(q, r, written.k, window, part[1]):
-            cached = written.k, written.v
-            gated = ops.attend(q, r, *cached, proj, sink, gate, start, count, window)
+        window = self.shape.window
+        if window:
+            k = jnp.concatenate((read_before(cache.k, start, window - 1), k), axis=1)
+            v = jnp.concatenate((read_before(cache.v, start, window - 1), v), axis=1)
         else:
-            if window:
-                k = jnp.concatenate((read_before(cache.k, start, window - 1), k), axis=1)
-                v = jnp.concatenate((read_before(cache.v, start, window - 1), v), axis=1)
-            else:
-                k, v = written.k, written.v
-            attended = attend(q, k, v, r, proj, sink, start, window, collectives)
-            gated = (jax.nn.sigmoid(gate) * attended).astype(dtype)
+            k, v = written.k, written.v
+        q, r = q.astype(dtype), r.astype(dtype)
+        attended = attend(q, k, v, r, self.rel_proj[...], sink, start, window, collectives)
+        gate = einsum("btd,hkd->bthk", z_q, self.gate[...])
+        gated = (jax.nn.sigmoid(gate) * attended).astype(dtype)
         return einsum("bthk,dhk->btd", gated, self.wo[...]), written
+
+    def _by_kernels(self, z_q, z_k, z_v, cache: LayerCache, start, count):
+        """The same for a few tokens: five launches, two of them in `ops.attend`."""
+        config, conv = self.config, cache.conv
+        of_q = [(z_q, w[...]) for w in (self.wq, self.wr, self.gate, self.sink)]
+        of_kv = [(z_k, self.wk[...]), (z_v, self.wv[...])]
+        dynamic = [*_dynamic(self.k_conv, z_k), *_dynamic(self.v_conv, z_v)]
+        q, r, gate, sink, k, v, *dynamic = ops.project([*of_q, *of_kv, *dynamic])
+        k_taps, v_taps = _taps(self.k_conv, dynamic[:1]), _taps(self.v_conv, dynamic[1:])
+        log_scaling = (config.log_scaling_n_floor, config.log_scaling_alpha)
+        ready = ops.prepare(
+            q, r, k, v, self.q_scale[...], self.r_scale[...], k_taps, v_taps,
+            cache.k, cache.v, conv.k, conv.v, start, count,
+            qk_threshold=config.qk_l2_clip_threshold, rel_threshold=config.rel_l2_clip_threshold,
+            eps=config.rms_norm_eps, log_scaling=None if self.shape.sliding else log_scaling,
+        )  # fmt: skip
+        conv = dataclasses.replace(conv, k=ready.k_state, v=ready.v_state)
+        written = LayerCache(ready.k_cache, ready.v_cache, conv, cache.sliding)
+        gated = ops.attend(
+            ready.q, ready.r, written.k, written.v, self.rel_proj[...], sink, gate, start, count,
+            self.shape.window,
+        )  # fmt: skip
+        rows = gated.reshape(*gated.shape[:2], -1)
+        [out] = ops.project([(rows, self.wo[...].reshape(-1, rows.shape[2]))])
+        return out, written
 
     def _keys_and_values(self, z_k, z_v, conv: ConvState, start, count):
         u_k = einsum("btd,hkd->bthk", z_k, self.wk[...])
@@ -106,6 +136,18 @@ def _convolve(conv: ShortConv | DynamicShortConv, u, z, state, start, count):
     if isinstance(conv, DynamicShortConv):
         return conv(u, z, state, start, count)
     return conv(u, state, start, count)
+
+
+def _dynamic(conv: ShortConv | DynamicShortConv, z) -> list[tuple[Array, Array]]:
+    """The product that gives a convolution's dynamic taps, where it has them."""
+    return [(z, conv.dynamic[...])] if isinstance(conv, DynamicShortConv) else []
+
+
+def _taps(conv: ShortConv | DynamicShortConv, dynamic: list[Array]):
+    """A convolution's taps as `ops.prepare` takes them."""
+    if isinstance(conv, DynamicShortConv):
+        return conv.static[...], *dynamic
+    return conv.weight[...]
 
 
 def attend(

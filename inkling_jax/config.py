@@ -89,6 +89,12 @@ class TextConfig:
             self.sliding_window_size,
         )
 
+    def check_context(self, tokens: int) -> None:
+        """Refuses a number of tokens of prompt and reply that this model does not read."""
+        limit = self.max_position_embeddings
+        if type(tokens) is not int or not 1 <= tokens <= limit:
+            raise InputError(f"context is {tokens!r}, this model reads 1 to {limit} tokens")
+
     def starts_block(self, layer: int) -> bool:
         """Tells whether the attention residual starts a new block at layer `layer`."""
         return layer % self.n_layers_per_attn_res_block == 0

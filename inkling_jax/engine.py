@@ -92,8 +92,8 @@ class Engine:
         Raises:
           InputError: a prompt, picture or setting is not usable; it is named.
         """
-        if isinstance(prompts, str):
-            raise InputError("prompts is a text, it must be a list of prompts")
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
+            raise InputError(f"prompts is {prompts!r:.40}, it must be a list of prompts")
         made = self._prompts(prompts, images, raw, effort)
         settings = self._settings(sampling, len(made))
         outputs = []
@@ -147,8 +147,13 @@ class Engine:
 
     def _prompts(self, prompts, images, raw, effort) -> list[Prompt]:
         images = [()] * len(prompts) if images is None else images
-        if any(isinstance(each, str | bytes | Path) for each in images):
-            raise InputError("images holds a picture, it must hold a list of pictures per prompt")
+        if not isinstance(images, list | tuple):
+            raise InputError(f"images is {images!r:.40}, it must be a list with a list per prompt")
+        for each in images:
+            if not isinstance(each, list | tuple):
+                raise InputError(
+                    f"images holds {each!r:.40}, it must hold a list of pictures per prompt"
+                )
         if len(images) != len(prompts):
             raise InputError(f"images has {len(images)} lists for {len(prompts)} prompts")
         pairs = zip(prompts, images, strict=True)
@@ -157,6 +162,9 @@ class Engine:
     def _settings(self, sampling, count: int) -> list[SamplingParams]:
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * count
+        right = isinstance(sampling, list | tuple)
+        if not right or not all(isinstance(s, SamplingParams) for s in sampling):
+            raise InputError(f"sampling is {sampling!r:.40}, it must be of SamplingParams")
         if len(sampling) != count:
             raise InputError(f"sampling has {len(sampling)} settings for {count} prompts")
         return [s.over(self.defaults) for s in sampling]
@@ -214,6 +222,10 @@ class Engine:
 
     def _row(self, prompt: Prompt, sampling: SamplingParams) -> Row:
         own = () if sampling.ignore_eos else self.stop_ids
+        if sampling.stop and self.tokenizer is None:
+            raise InputError(
+                "stop holds texts, which need a tokenizer.json; use stop_token_ids or leave it out"
+            )
         stop_ids = frozenset((*own, *sampling.stop_token_ids))
         if len(stop_ids) > STOP_SLOTS:
             raise InputError(f"{len(stop_ids)} stop ids are given, at most {STOP_SLOTS} fit")
@@ -321,9 +333,8 @@ def _activations_dtype(dtype: DTypeLike | None) -> jnp.dtype:
 def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | None) -> Engine:
     directory = resolve(model, revision)
     config = Config.from_file(directory / "config.json")
-    limit = config.text.max_position_embeddings
-    if context is not None and not 1 <= context <= limit:
-        raise InputError(f"context is {context}, this model reads 1 to {limit} tokens")
+    if context is not None:
+        config.text.check_context(context)
     file = directory / "generation_config.json"
     found = parse_json(file.read_bytes(), file) if file.exists() else {}
     stop = found.get("eos_token_id", config.text.eos_token_id)

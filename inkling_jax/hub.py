@@ -18,6 +18,8 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
     Raises:
       InputError: there is neither such a directory nor such a model or revision.
     """
+    if not isinstance(model, str | Path):
+        raise InputError(f"the model is {model!r:.40}, it must be a directory or a hub id")
     directory = Path(model)
     if directory.is_dir():
         if revision is not None:

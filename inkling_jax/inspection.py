@@ -13,7 +13,6 @@ from flax import nnx
 from checkpoints.convert import is_converted
 from inkling_jax.cache import init_cache
 from inkling_jax.config import Config
-from inkling_jax.errors import InputError
 from inkling_jax.hub import resolve
 from inkling_jax.loading import checkpoint_params
 from inkling_jax.quant import QuantTensor
@@ -78,10 +77,9 @@ def inspect(
     """
     directory = resolve(model, revision)
     config = Config.from_file(directory / "config.json")
-    limit = config.text.max_position_embeddings
-    context = min(DEFAULT_CONTEXT, limit) if context is None else context
-    if not 1 <= context <= limit:
-        raise InputError(f"context is {context}, this model reads 1 to {limit} tokens")
+    if context is None:
+        context = min(DEFAULT_CONTEXT, config.text.max_position_embeddings)
+    config.text.check_context(context)
     params = dict(nnx.to_flat_state(checkpoint_params(directory, config)))
     parameters, nbytes = collections.Counter(), collections.Counter()
     for variable in params.values():

@@ -90,8 +90,12 @@ def checkpoint_params(directory: Path, config: Config, dtype: DTypeLike | None =
     Raises:
       InputError: the checkpoint does not hold the parameters of the configuration.
     """
-    leaves = _state(config, _leaves(directory, config, dtype))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
+    leaves = _leaves(directory, config, dtype)
+    if is_converted(directory):
+        orbax_store.check(directory / PARAMS, leaves, cast=True)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), _state(config, leaves)
+    )
 
 
 def load_params(

@@ -13,6 +13,7 @@ from inkling_jax import ops
 from inkling_jax.config import TextConfig
 from inkling_jax.layers import einsum, param, softcap
 from inkling_jax.quant import Weights, dequantize
+from pallas_kernels.moe_experts import Plan
 from sharding.collectives import Collectives
 
 GATHER_PICKS = 64  # up to here each pick fetches its expert; beyond, tokens are sorted by expert
@@ -53,19 +54,26 @@ class Moe(nnx.Module):
           count: how many tokens of each row are real; padding gives zeros.
         """
         config = self.config
-        routed = route(
-            z.reshape(-1, z.shape[-1]), self.gate[...], self.bias[...],
-            config.num_experts_per_tok, config.route_scale,
-        )  # fmt: skip
-        own = (x.reshape(*z.shape[:2], -1) for x in (z.astype(dtype), *routed))
-        every, picks, weights = (collectives.gather_tokens(x) for x in own)
-        real = (jnp.arange(every.shape[1]) < count[:, None])[..., None]
-        picks = jnp.where(real, picks, config.n_routed_experts)
-        weights = jnp.where(real, weights, 0.0)
-        flat = (x.reshape(-1, x.shape[-1]) for x in (every, picks, weights))
+        every = collectives.gather_tokens(z.astype(dtype))
+        flat = every.reshape(-1, z.shape[-1])
+        real = (jnp.arange(every.shape[1]) < count[:, None]).reshape(-1)
         w13, w2 = self.w13.get_value(), self.w2.get_value()
+        router = (self.gate[...], self.bias[...])
+        n, k, scale = config.n_routed_experts, config.num_experts_per_tok, config.route_scale
+        if z.shape == every.shape and ops.takes_router(flat, w13, w2, k):
+            picks, weights, plan = ops.route(z.reshape(flat.shape), *router, real, k, scale)
+            if w13.shape[0] == n:  # else it lists other devices' experts too
+                experts = functools.partial(experts, plan=plan)
+        else:
+            picks, weights = (
+                collectives.gather_tokens(x.reshape(*z.shape[:2], k)).reshape(-1, k)
+                for x in route(z.reshape(-1, z.shape[-1]), *router, k, scale)
+            )
+            picks = jnp.where(real[:, None], picks, n)
+            weights = jnp.where(real[:, None], weights, 0.0)
         caps = (config.mlp_gate_softcap, config.mlp_up_softcap)
-        return collectives.own_experts(experts)(*flat, w13, w2, *caps).reshape(every.shape)
+        own = collectives.own_experts(experts)
+        return own(flat, picks, weights, w13, w2, *caps).reshape(every.shape)
 
 
 def route(
@@ -100,13 +108,15 @@ def experts(
     w2: Weights,
     gate_cap: float,
     up_cap: float,
+    plan: Plan | None = None,
 ) -> Float[Array, "N D"]:
     """Returns Σ_k weights · expert_picks(z) per token in float32; a pick of n is no expert.
 
-    Packed experts are dequantized as they are used, never all at once.
+    Packed experts are dequantized as they are used, never all at once. `plan` is that of the picks,
+    for the kernel, where the router has made it.
     """
     if ops.takes_experts(z, w13, w2):
-        return ops.experts(z, picks, weights, w13, w2, gate_cap, up_cap)
+        return ops.experts(z, picks, weights, w13, w2, gate_cap, up_cap, plan)
     compute = _gathered if picks.size <= GATHER_PICKS else _by_expert
     swish = functools.partial(swiglu, gate_cap=gate_cap, up_cap=up_cap)
     return compute(z, picks, weights, w13, w2, swish)

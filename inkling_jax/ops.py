@@ -7,25 +7,41 @@ and is logged once: as a warning where a GPU has the kernel and the kernel refus
 import functools
 import logging
 import os
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from inkling_jax.cache import LayerCache
 from inkling_jax.quant import QuantTensor, Weights
 from pallas_kernels import conv_mix as conv_mix_kernel
-from pallas_kernels import moe_experts, rel_attention_decode
+from pallas_kernels import (
+    moe_experts,
+    projections,
+    qkv_prep,
+    rel_attention_decode,
+    router,
+    sampling,
+)
 from pallas_kernels.conv_mix import ConvMix
-from pallas_kernels.moe_experts import PackedExperts
+from pallas_kernels.moe_experts import PackedExperts, Plan
 
-EXPERTS, ATTENTION, MIX = "moe_experts", "rel_attention_decode", "conv_mix"
+OPERATIONS = ("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix")
+EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX = OPERATIONS
 KERNEL = "kernel"
 SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off, to compare with the plain versions
 CAPABILITY = 9.0  # Hopper; newer devices run the same code
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
-# Traced and lowered once for all layers of the same shapes.
+# Kernels are traced and lowered, which takes a second each, once for layers of the same shapes.
+_moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
+_project = jax.jit(projections.project)
+prepare = jax.jit(
+    qkv_prep.qkv_prep, static_argnames=("qk_threshold", "rel_threshold", "eps", "log_scaling")
+)
+_rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
 _conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=("dtype", "eps", "norm_eps"))
 
 _log = logging.getLogger(__name__)
@@ -98,38 +114,85 @@ def experts(
     w2: Weights,
     gate_cap: float,
     up_cap: float,
+    plan: Plan | None,
 ) -> Float[Array, "N D"]:
     """`moe.experts` by the kernel."""
     assert isinstance(w13, PackedExperts) and isinstance(w2, PackedExperts)
-    return moe_experts.moe_experts(
-        z, picks, weights, w13, w2, gate_softcap=gate_cap, up_softcap=up_cap
-    )
+    return _moe_experts(z, picks, weights, w13, w2, plan, gate_softcap=gate_cap, up_softcap=up_cap)
+
+
+def takes_router(z: Float[Array, "N D"], w13: Weights, w2: Weights, k: int) -> bool:
+    """Tells whether the kernel routes so few tokens, to experts that a kernel computes from `z`."""
+    tokens, hidden = z.shape
+    if tokens > router.MAX_TOKENS:
+        return False
+    refusal = router.unsupported(tokens, hidden, k)
+    if not takes_experts(z, w13, w2):
+        refusal = refusal or "the experts take no plan"
+    return _choose(ROUTER, refusal)
+
+
+def route(
+    z: Float[Array, "N D"],
+    gate: Float[Array, "n D"],
+    bias: Float[Array, " n"],
+    real: Bool[Array, " N"],
+    k: int,
+    scale: float,
+) -> tuple[Int[Array, "N k"], Float[Array, "N k"], Plan]:
+    """`moe.route` of the real tokens by the kernel, and the plan; others pick n of weight 0."""
+    return router.route(z, gate, bias, real, k=k, scale=scale)
 
 
 def takes_attention(
-    q: Float[Array, "B T H d"],
-    r: Float[Array, "B T H R"],
-    k: Float[Array, "B S K d"],
+    z: Float[Array, "B T D"],
+    cache: LayerCache,
+    heads: int,
+    d_rel: int,
+    taps: int,
     window: int | None,
     ring: int,
 ) -> bool:
-    """Tells whether the kernel attends from so few tokens to the cache `k`, which has them.
+    """Tells whether kernels project, prepare and attend from so few tokens, writing the cache.
 
     Args:
-      ring: slots of the whole cache, S unless it is split over devices.
+      z: an input of the projections.
+      cache: of the layer.
+      heads, d_rel, taps, window: query heads, size of r, convolution kernel, reach.
+      ring: slots of the whole cache, those of `cache` unless it is split over devices.
     """
-    _, tokens, heads, dim = q.shape
+    _, tokens, hidden = z.shape
     if tokens > MAX_QUERIES:
         return False
-    slots, kv_heads = k.shape[1:3]
-    refusal = rel_attention_decode.unsupported(
-        tokens, heads, kv_heads, dim, r.shape[3], slots, window
+    slots, kv_heads, dim = cache.k.shape[1:]
+    refusal = (
+        projections.unsupported(1, hidden)
+        or projections.unsupported(1, heads * dim)
+        or qkv_prep.unsupported(tokens, dim, d_rel, slots, cache.conv.k.shape[1], taps)
+        or rel_attention_decode.unsupported(tokens, heads, kv_heads, dim, d_rel, slots, window)
     )
-    if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
-        refusal = f"queries and keys are {q.dtype.name} and {k.dtype.name}, not bfloat16"
+    if z.dtype != jnp.bfloat16 or cache.k.dtype != jnp.bfloat16:
+        refusal = f"activations and keys are {z.dtype.name} and {cache.k.dtype.name}, not bfloat16"
     if slots != ring:
         refusal = f"each device has {slots} of the {ring} slots of full layers (cp)"
     return _choose(ATTENTION, refusal)
+
+
+def project(
+    products: Sequence[tuple[Float[Array, "B T _"], Float[Array, "..."]]],
+) -> list[Float[Array, "B T ..."]]:
+    """Multiplies each input by its weight [..., D]; float32 [B, T, ...].
+
+    Up to 64 rows take one launch of the kernel; more are left to XLA's products.
+    """
+    flat = [(x.reshape(-1, x.shape[2]), w.reshape(-1, w.shape[-1])) for x, w in products]
+    if flat[0][0].shape[0] <= projections.MAX_TOKENS:
+        outs = _project(flat)
+    else:
+        outs = [jnp.dot(x, w.T, preferred_element_type=jnp.float32) for x, w in flat]
+    return [
+        y.reshape(*x.shape[:2], *w.shape[:-1]) for y, (x, w) in zip(outs, products, strict=True)
+    ]
 
 
 def attend(
@@ -145,9 +208,19 @@ def attend(
     window: int | None,
 ) -> Float[Array, "B T H d"]:
     """Gated attention to the cache by the kernel, in q's dtype; `gate` before its sigmoid."""
-    return rel_attention_decode.rel_attention_decode(
-        q, r, k, v, proj, sink, gate, start, count, window=window
-    )
+    return _rel_attention_decode(q, r, k, v, proj, sink, gate, start, count, window=window)
+
+
+def takes_sampling(vocabulary: int) -> bool:
+    """Tells whether the kernel finds where the filters end a row of so many logits."""
+    return _choose(SAMPLING, sampling.unsupported(vocabulary))
+
+
+def prefix_end(
+    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
+    """Value and id of the last token that top-k and top-p keep, by the kernel."""
+    return sampling.prefix_end(logits, top_k, top_p)
 
 
 def takes_mix(

@@ -46,9 +46,14 @@ def make_prompt(
 
     Raises:
       InputError: the prompt is empty, has ids outside the vocabulary, needs a tokenizer or template
-        that is missing, or does not match its pictures.
+        that is missing, does not match its pictures, or is none for which `effort` means something.
     """
+    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+        raise InputError(
+            f"a prompt is {prompt!r:.40}, it must be a text, a list of token ids or of messages"
+        )
     if _is_ids(prompt):
+        _refuse_effort(effort)
         ids, images = list(prompt), tuple(images)
         tiles = [pictures.tiles(source, config.vision.tile_size) for source in images]
     elif tokenizer is None:
@@ -56,6 +61,7 @@ def make_prompt(
     elif isinstance(prompt, str) and (raw or not tokenizer.has_template):
         if images:
             raise InputError("a raw text has no place for images, use messages or a chat prompt")
+        _refuse_effort(effort)
         ids, tiles = tokenizer.encode(prompt), []
     else:
         if isinstance(prompt, str):
@@ -74,7 +80,12 @@ def make_prompt(
     return Prompt(ids, rows, tiles)
 
 
+def _refuse_effort(effort: float | None) -> None:
+    if effort is not None:
+        raise InputError("effort is for chat prompts, leave it out with raw texts and token ids")
+
+
 def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence | np.ndarray):
-        return False
-    return all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt)
+    return not isinstance(prompt, str) and all(
+        isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
+    )

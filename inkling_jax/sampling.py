@@ -2,9 +2,10 @@
 
 Order of the filters: temperature (after the model's softcap), top-k, top-p on the renormalised
 top-k distribution, min-p. Each keeps a prefix of the vocabulary sorted by falling value, the lower
-id first among equals, so the three together keep a prefix too. Its end is found without sorting:
-floats become integers of the same order and a radix search fixes four bits of the threshold a
-pass. Passes are unrolled and nothing branches on data, so a decode loop keeps its CUDA graph.
+id first among equals, so the three together keep a prefix too. Its end is found without sorting,
+by a kernel or here: floats become integers of the same order and a radix search fixes four bits of
+the threshold a pass. Passes are unrolled and nothing branches on data, so a decode loop keeps its
+CUDA graph.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 
+from inkling_jax import ops
 from inkling_jax.sampling_params import GREEDY_BELOW, SamplingParams
 
 _DIGIT_BITS = 4  # fifteen thresholds tried a pass: more passes cost launches, wider ones work
@@ -89,21 +91,32 @@ def filtered_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Ar
     greedy = sampling.temperature < GREEDY_BELOW
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     scaled = jnp.where(scaled == 0, 0.0, scaled)  # -0.0 and 0.0 are equal, their bits are not
+    k = jnp.where(sampling.top_k <= 0, vocab, jnp.minimum(sampling.top_k, vocab))
+    k = jnp.where(greedy, 1, k).astype(jnp.int32)
+    find = ops.prefix_end if ops.takes_sampling(vocab) else prefix_end
+    value, last = (x[:, None] for x in find(scaled, k, sampling.top_p))
+    keep = (scaled > value) | ((scaled == value) & (jnp.arange(vocab) <= last))
+    keep &= jnp.exp(scaled - scaled.max(-1, keepdims=True)) >= sampling.min_p[:, None]
+    return jnp.where(keep, scaled, -jnp.inf)
+
+
+def prefix_end(
+    scaled: Float[Array, "B V"], k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
+    """Finds the value and the id of the last token that top-k and top-p keep."""
+    vocab = scaled.shape[-1]
     top = scaled.max(-1)
     weights = jnp.exp(scaled - top[:, None])
     ranks = _ordered(scaled)
-
-    k = jnp.where(sampling.top_k <= 0, vocab, jnp.minimum(sampling.top_k, vocab))
-    k = jnp.where(greedy, 1, k).astype(jnp.int32)
     k_last, k_above = _threshold(ranks, jnp.ones_like(ranks, jnp.int32), k, 32)
     k_ties = k - k_above
 
     # The nucleus ends inside the k largest, so it can be searched for in the whole row.
     mass = jnp.where(ranks > k_last[:, None], weights, 0.0).sum(-1)
     mass += k_ties.astype(jnp.float32) * jnp.exp(_value(k_last) - top)
-    target = jnp.maximum(sampling.top_p, 1e-30) * mass
+    target = jnp.maximum(top_p, 1e-30) * mass
     p_last, p_above = _threshold(ranks, weights, target, 32)
-    p_last = jnp.where(sampling.top_p < 1, p_last, 0)
+    p_last = jnp.where(top_p < 1, p_last, 0)
     p_ties = jnp.ceil((target - p_above) / jnp.exp(_value(p_last) - top))
 
     last = jnp.maximum(k_last, p_last)
@@ -114,9 +127,7 @@ def filtered_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Ar
     tied = ranks == last[:, None]
     backwards = jnp.arange(vocab, dtype=jnp.uint32)[::-1][None]
     edge, _ = _threshold(backwards, tied.astype(jnp.int32), ties, (vocab - 1).bit_length())
-    keep = (ranks > last[:, None]) | (tied & (backwards >= edge[:, None]))
-    keep &= weights >= sampling.min_p[:, None]
-    return jnp.where(keep, scaled, -jnp.inf)
+    return _value(last), vocab - 1 - edge.astype(jnp.int32)
 
 
 def finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:

@@ -133,8 +133,8 @@ class Tokenizer:
             )
         messages, variables = list(conversation.messages), dict(self._variables)
         if effort is not None:
-            if not 0 <= effort <= 0.99:
-                raise InputError(f"effort is {effort}, it must be a number from 0 to 0.99")
+            if not isinstance(effort, int | float) or not 0 <= effort <= 0.99:
+                raise InputError(f"effort is {effort!r}, it must be a number from 0 to 0.99")
             if self._knows_effort:
                 variables["reasoning_effort"] = effort
             else:

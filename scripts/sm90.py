@@ -94,7 +94,7 @@ def compile_h200(
     device = AbstractDevice("NVIDIA H200", None, "cuda")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     options = {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"} if dump else {}
-    one = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    one = AbstractMesh((1,), ("x",), axis_types=(AxisType.Manual,), abstract_device=device)
     with contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(one):
         lowered = jax.jit(fn, donate_argnums=donate_argnums).lower(*shapes)
     return lowered.compile(compiler_options=options)

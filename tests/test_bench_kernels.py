@@ -12,7 +12,17 @@ from helpers import interpret_mosaic
 from pallas_kernels.conv_mix import kernel as mixing
 from pallas_kernels.moe_experts import kernel_sm90
 from scripts import bench_kernels, kernel_cases
-from scripts.kernel_cases import Case, attention, conv_mix, limits, moe_experts, projections
+from scripts.kernel_cases import (
+    Case,
+    attention,
+    conv_mix,
+    limits,
+    moe_experts,
+    projections,
+    qkv_prep,
+    router,
+    sampling,
+)
 
 TOY = {
     limits: {"FLOATS": 1 << 10},
@@ -22,7 +32,13 @@ TOY = {
         **{"HEADS": 6, "KV_HEADS": 1, "DIM": 64},
     },
     conv_mix: {"HIDDEN": 256, "BLOCKS": 2},
-    projections: {"HIDDEN": 512, "INPUT_ROWS": 128, "WO": (128, 1024), "HEAD_ROWS": 192},
+    projections: {
+        **{"HIDDEN": 512, "SLIDING": (128, 8, 64), "RANK": (64, 2), "FULL": (64, 8, 4)},
+        **{"WO": (128, 1024), "HEAD_ROWS": 192},
+    },
+    qkv_prep: {"HEADS": 6, "KV_HEADS": 2, "DIM": 8, "RANKS": 4, "SLOTS": 16},
+    router: {"HIDDEN": 512, "EXPERTS": 24},
+    sampling: {"VOCABULARY": 9000},
 }
 
 
@@ -51,7 +67,10 @@ def interpreted(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("op", ["moe_experts", "attention", "conv_mix", "project"])
+@pytest.mark.parametrize(
+    "op",
+    ["moe_experts", "attention", "conv_mix", "project", "qkv_prep", "router", "sampling"],
+)
 def test_every_variant_runs_and_is_right(op, tmp_path, monkeypatch):
     variants = {(case.op, case.variant): case for case in kernel_cases.cases()}
     monkeypatch.setattr(kernel_cases, "cases", variants.values)

@@ -130,7 +130,7 @@ def test_a_wrong_dtype_or_shape_is_refused_in_one_report(source, converted):
 def test_a_damaged_array_is_named(source, converted, tmp_path, damage):
     model = tmp_path / "m"
     shutil.copytree(converted, model)
-    chunk = model / "params/embed.weight/c/0/0"
+    chunk = model / "params/embed.weight/c.0.0"
     match damage:
         case "cut":
             chunk.write_bytes(chunk.read_bytes()[:-1])
@@ -158,7 +158,7 @@ def test_arrays_larger_than_a_chunk_or_a_piece(source, tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_store, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(orbax_store, "PIECE_BYTES", 96)
     convert(source, tmp_path / "m", expected(TINY), progress=False)
-    chunks = list((tmp_path / "m/params/embed.weight/c").iterdir())
+    chunks = list((tmp_path / "m/params/embed.weight").glob("c.*"))
     assert len(chunks) == 11  # 7 rows of 128 bytes each, the last one padded
     restored = orbax_store.restore(tmp_path / "m/params", sharded_specs(source, 4))
     for leaf in leaves_of(source):
@@ -198,7 +198,7 @@ def interrupted(source, target, monkeypatch, after):
 
     def write(directory, leaf, advance):
         if len(written) == after:
-            (directory / orbax_store.array_name(leaf.path) / "c").mkdir(parents=True)
+            (directory / orbax_store.array_name(leaf.path)).mkdir()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written.append(leaf)
         orbax_store.write_array(directory, leaf, advance)
@@ -224,10 +224,24 @@ def test_a_kept_array_that_was_damaged_is_written_again(source, converted, tmp_p
     interrupted(source, target, monkeypatch, after=20)
     params = target.with_name("m.partial") / "params"
     kept = sorted(file.parent for file in params.glob("*/zarr.json"))
-    next(f for f in (kept[0] / "c").rglob("*") if f.is_file()).write_bytes(b"")
-    shutil.rmtree(kept[1] / "c")
+    next(kept[0].glob("c.*")).write_bytes(b"")
+    next(kept[1].glob("c.*")).unlink()
     assert convert(source, target, expected(TINY), progress=False).kept == 18
     assert contents(target) == contents(converted)
+
+
+def test_files_are_on_the_disk_before_the_manifest_says_so(source, tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def remember(handle):
+        assert not (tmp_path / "m").exists()
+        fsync(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    convert(source, tmp_path / "m", expected(TINY), progress=False)
+    files = [file for file in (tmp_path / "m").rglob("*") if file.is_file()]
+    assert not {file for file in files if file.stat().st_ino not in synced}
 
 
 def test_an_unfinished_conversion_of_another_source(source, tmp_path, monkeypatch):

@@ -130,6 +130,32 @@ def test_bad_prompts_are_refused_by_name(engine, prompt, images, message):
         engine.generate([prompt], GREEDY, images=[images])
 
 
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (5, {}, "prompts is 5"),
+        ("text", {}, "prompts is 'text'"),
+        ([5, 6], {}, "a prompt is 5"),
+        ([b"ab"], {}, "a prompt is b'ab'"),
+        ([[3]], {"sampling": 1}, "sampling is 1"),
+        ([[3]], {"sampling": [{"top_k": 1}]}, "sampling is"),
+        ([[3]], {"images": 5}, "images is 5"),
+        ([[3]], {"images": ["a.png"]}, "images holds 'a.png'"),
+        ([[3]], {"effort": 0.5}, "effort is for chat prompts"),
+        ([[3]], {"sampling": ij.SamplingParams(stop="x")}, "stop holds texts"),
+    ],
+)
+def test_values_of_another_type_or_without_effect_are_refused(engine, prompts, options, message):
+    with pytest.raises(ij.InputError, match=message):
+        engine.generate(prompts, **options)
+
+
+@pytest.mark.parametrize("tokens", [0, 4097, "9", 9.0])
+def test_a_context_that_the_model_does_not_read_is_refused(tokens):
+    with pytest.raises(ij.InputError, match=f"context is {tokens!r}, this model reads 1 to 4096"):
+        TINY.text.check_context(tokens)
+
+
 def test_the_longest_prompt_that_fits_is_served(engine):
     one = dataclasses.replace(GREEDY, max_tokens=1)
     assert len(engine.generate([[1] * 63], one)[0].token_ids) == 1

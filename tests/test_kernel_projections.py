@@ -5,23 +5,47 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.projections import TileConfig, project
+from pallas_kernels.projections import TileConfig, project, tiles
+from pallas_kernels.projections import shapes as sizes
 from pallas_kernels.projections.reference import project as reference
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(1, 2), (5, 1), (17, 2)])
-def test_three_groups_and_a_ragged_end(tokens, parts):
-    keys = jax.random.split(jax.random.key(tokens), 2)
-    x = jax.random.normal(keys[0], (3, tokens, 128))
-    weight = jax.random.normal(keys[1], (200, 128))
-    out = project(x, weight, (64, 128), config=TileConfig(columns=32, parts=parts), interpret=True)
-    assert out.shape == (tokens, parts, 200)
-    np.testing.assert_allclose(out.sum(axis=1), reference(x, weight, (64, 128)), atol=1e-4)
+def make_products(key, tokens, shapes, dtype=jnp.float32):
+    """One random pair of input and weight per (N, K)."""
+    keys = iter(jax.random.split(key, 2 * len(shapes)))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
+
+    return [(normal(tokens, columns), normal(rows, columns)) for rows, columns in shapes]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+def test_several_products_with_ragged_ends(tokens):
+    """Whole tiles, a short one, a weight that is less than a tile, another K."""
+    shapes = [(64, 128), (72, 128), (3, 128), (33, 96)]
+    products = make_products(jax.random.key(tokens), tokens, shapes)
+    outs = project(products, config=TileConfig(rows=32), interpret=True)
+    for out, expected in zip(outs, reference(products), strict=True):
+        np.testing.assert_allclose(out, expected, atol=1e-4)
+
+
+def test_padding_does_not_reach_other_rows():
+    [(x, weight)] = make_products(jax.random.key(0), 5, [(40, 64)])
+    [out] = project([(x.at[3].set(jnp.nan), weight)], interpret=True)
+    rows = np.array([0, 1, 2, 4])
+    np.testing.assert_allclose(out[rows], reference([(x, weight)])[0][rows], atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(sizes.SLIDING, 64), (sizes.RANK, 32)])
+def test_tiles_fill_the_device(rows, tile):
+    assert tiles.choose(rows).rows == tile
+    assert sum(map(tiles.choose(rows).programs, rows)) > 100
 
 
 def test_refusals_name_the_value():
-    x, weight = jnp.zeros((2, 1, 64)), jnp.zeros((128, 64))
-    with pytest.raises(ValueError, match="boundary 65 is not a multiple of 64"):
-        project(x, weight, (65,))
-    with pytest.raises(ValueError, match="2 inputs for 1 groups"):
-        project(x, weight)
+    x = jnp.zeros((1, 64))
+    with pytest.raises(ValueError, match="64 columns for a weight of 32"):
+        project([(x, jnp.zeros((8, 32)))])
+    with pytest.raises(ValueError, match="65 tokens"):
+        project([(jnp.zeros((65, 64)), jnp.zeros((8, 64)))])

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import test_kernel_conv_mix as mixing
 import test_kernel_moe_experts as moe
+import test_kernel_projections as thin_products
+import test_kernel_qkv_prep as preparing
 import test_kernel_rel_attention_decode as attention
+import test_kernel_router as routing
+import test_kernel_sampling as ending
 import test_ops as step
 from test_gpu import NANO
 
@@ -23,9 +27,15 @@ from pallas_kernels.moe_experts import reference as moe_reference
 from pallas_kernels.moe_experts import shapes as sizes
 from pallas_kernels.projections import reference as projections_reference
 from pallas_kernels.projections import shapes as thin
+from pallas_kernels.qkv_prep import qkv_prep
+from pallas_kernels.qkv_prep import reference as preparing_reference
+from pallas_kernels.qkv_prep import shapes as preparing_sizes
 from pallas_kernels.rel_attention_decode import reference as attention_reference
 from pallas_kernels.rel_attention_decode import rel_attention_decode
 from pallas_kernels.rel_attention_decode import shapes as attention_sizes
+from pallas_kernels.router import route
+from pallas_kernels.router import shapes as router_sizes
+from pallas_kernels.sampling.shapes import VOCABULARY
 from scripts import bench_sharded
 
 pytestmark = [
@@ -142,13 +152,63 @@ def test_allreduce_conv_mix_between_gpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 17, 64])
-def test_projections(tokens):
-    keys = jax.random.split(jax.random.key(fresh_seed()), 2)
-    x = jax.random.normal(keys[0], (3, tokens, thin.HIDDEN)).astype(jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (thin.INPUT_ROWS - 18, thin.HIDDEN)).astype(jnp.bfloat16)
-    bounds = thin.INPUT_BOUNDS
-    out = jax.jit(lambda x, w: projections.project(x, w, bounds).sum(axis=1))(x, weight)
-    assert_close(out, projections_reference.project(x, weight, bounds), 1e-5)
+@pytest.mark.parametrize("rows", [thin.FULL, thin.RANK])
+def test_projections(tokens, rows):
+    key = jax.random.key(fresh_seed())
+    shapes = [(n, thin.HIDDEN) for n in rows] + [thin.WO]
+    products = thin_products.make_products(key, tokens, shapes, jnp.bfloat16)
+    outs = jax.jit(projections.project)(products)
+    for out, expected in zip(outs, projections_reference.project(products), strict=True):
+        assert_close(out, expected, 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_qkv_prep(tokens, dynamic, monkeypatch):
+    for name in ("HEADS", "KV_HEADS", "DIM", "RANKS"):
+        monkeypatch.setattr(preparing, name, getattr(preparing_sizes, name))
+    slots, conv_slots = (5000 if dynamic else 1032), preparing_sizes.TAPS - 1 + tokens
+    inputs = preparing.make_inputs(tokens, 3, tokens, slots, conv_slots, dynamic, jnp.bfloat16)
+    scaling = {"log_scaling": (1000, 0.1)} if dynamic else {}
+    options = preparing_sizes.OPTIONS | scaling
+    # Sums of other order: neither a clip's edge nor a rounding to bfloat16 may fall elsewhere.
+    tolerance = {"q": 5e-3, "r": 5e-3, "k_cache": 5e-3, "v_cache": 5e-3}
+    for start in ([0, 1, 2], [1030, 1023, 4990]):
+        lengths = [tokens, max(tokens - 2, 0), 1]
+        where = {"start": jnp.array(start, jnp.int32), "lengths": jnp.array(lengths, jnp.int32)}
+        expected = preparing_reference.qkv_prep(**inputs, **where, **options)
+        run = jax.jit(functools.partial(qkv_prep, **where, **options))
+        out = run(**preparing.poison(inputs, lengths))
+        for name, x, wanted in zip(out._fields, out, expected, strict=True):
+            assert_close(x, wanted, tolerance.get(name, 1e-6))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 17, 64])
+def test_router(tokens):
+    seed, k = fresh_seed(), router_sizes.PICKS
+    inputs = routing.make_inputs(seed, tokens, router_sizes.EXPERTS, router_sizes.HIDDEN)
+    z, gate, bias, real = inputs
+    gate = gate.at[100:300].set(gate[100])  # equal scores
+    z, bias = jnp.where(real[:, None], z, jnp.nan), bias.at[100:300].set(bias[100])
+    out = jax.jit(functools.partial(route, k=k, scale=routing.SCALE))(z, gate, bias, real)
+    routing.assert_routed(out, z, gate, bias, real, k, 1e-6)
+    within = [row[(row >= 100) & (row < 300)] for row in np.asarray(out[0])]
+    for row in within:
+        np.testing.assert_array_equal(row, 100 + np.arange(len(row)))
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "flat"])
+def test_sampling(kind):
+    top_k, top_p = np.array(ending.SETTINGS).T
+    if kind != "distinct":  # sums of 200,000 equal numbers are rounded too much to name a token
+        top_p = np.where((top_k > 50) & (top_p < 1), 0.0, top_p)
+    rng = np.random.default_rng()
+    logits = rng.normal(size=(len(top_k), VOCABULARY)).astype(np.float32) * 8
+    if kind == "ties":
+        logits = np.round(logits) + np.float32(0)
+    if kind == "flat":
+        logits[:] = -2.5
+    ending.assert_ends(logits, top_k, top_p, interpret=False)
 
 
 def test_a_decode_step_through_kernels(monkeypatch):

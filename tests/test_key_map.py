@@ -196,6 +196,13 @@ def test_all_faults_are_one_report(tmp_path):
     ]
 
 
+def test_a_long_report_is_cut(tmp_path):
+    lines = report(tmp_path, {"model.llm.extra": np.zeros(1)})
+    count = int(lines[0].split()[1])
+    assert count > 100 and len(lines) == 22
+    assert lines[-1] == f"  and {count - 20} more"
+
+
 @pytest.mark.parametrize("lost", ["_scale", "_amax", "_outer_scale_denominator"])
 def test_no_scale_is_ever_made_up(tmp_path, lost):
     named = dict(tensors(TINY))

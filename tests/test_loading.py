@@ -22,6 +22,7 @@ from checkpoints.safetensors_writer import write_published
 from inkling_jax import loading
 from inkling_jax.errors import InputError
 from inkling_jax.hub import resolve
+from inkling_jax.inspection import inspect
 from inkling_jax.loading import checkpoint_params, convert, load_params
 from inkling_jax.quant import QuantTensor, dequantize
 
@@ -146,6 +147,17 @@ def test_a_checkpoint_of_another_configuration(source, converted):
         assert "embed.weight" in str(error.value) and "80" in str(error.value)
 
 
+def test_inspect_notices_what_loading_would(converted, tmp_path):
+    model = tmp_path / "m"
+    shutil.copytree(converted, model)
+    shutil.rmtree(model / "params/norm.weight")
+    (model / "params/embed.weight/c.0.0").write_bytes(b"")
+    with pytest.raises(InputError, match="2 faults") as error:
+        inspect(model)
+    assert "missing: norm.weight" in str(error.value)
+    assert "damaged: embed.weight/c.0.0" in str(error.value)
+
+
 def test_names_of_models(tmp_path):
     assert resolve(tmp_path) == tmp_path
     (tmp_path / "file").write_text("x")
@@ -154,6 +166,7 @@ def test_names_of_models(tmp_path):
         (tmp_path, "main", "is a directory here, it has no revision 'main'"),
         (tmp_path / "absent", None, "is neither a directory nor a hub id"),
         ("../org/name", None, "is neither"),
+        (5, None, "the model is 5, it must be"),
     ):
         with pytest.raises(InputError, match=reason):
             resolve(name, revision)

@@ -1,6 +1,7 @@
 """What runs as a kernel, that a GPU's decode step is made of kernels, and what it computes."""
 
 import dataclasses
+import functools
 import logging
 from collections import Counter
 
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from inkling_jax import attention, model, moe, ops, quant, short_conv
+from inkling_jax import attention, model, moe, ops, quant, sampling, short_conv
 from inkling_jax.cache import init_cache
 from inkling_jax.config import FULL, SLIDING
 from inkling_jax.generation import decode
@@ -39,8 +40,8 @@ CONFIG = dataclasses.replace(
     vision=dataclasses.replace(helpers.VISION, text_hidden_size=128),
 )
 MAX_BLOCK = 4
-DECODING = (ops.EXPERTS, ops.ATTENTION, ops.MIX)
-KERNELS = {"pallas_call": 4, "mpmd_map": 2}  # of a layer, by the primitive of their backend
+DECODING = (ops.EXPERTS, ops.ATTENTION, ops.ROUTER, ops.MIX)
+KERNELS = {"pallas_call": 9, "mpmd_map": 2}  # of a layer, by the primitive of their backend
 
 
 def bfloat16_params():
@@ -56,7 +57,8 @@ def bfloat16_params():
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Chooses as on a GPU, forgetting what was chosen before."""
+    """Chooses as on a GPU, forgetting what was chosen and traced before."""
+    jax.clear_caches()
     monkeypatch.setattr(ops, "device_refusal", lambda: None)
     monkeypatch.setattr(ops, "_chosen", {})
     ops._announce.cache_clear()
@@ -114,7 +116,7 @@ def primitives(jaxpr, found):
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_BLOCK])
-def test_a_decode_step_has_six_kernels_a_layer_and_no_branch(tokens, on_gpu):
+def test_a_decode_step_has_eleven_kernels_a_layer_and_no_branch(tokens, on_gpu):
     params = pack_for_kernels(bfloat16_params(), CONFIG)
     cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
     ids = jnp.zeros((2, tokens), jnp.int32)
@@ -123,6 +125,29 @@ def test_a_decode_step_has_six_kernels_a_layer_and_no_branch(tokens, on_gpu):
     for primitive, count in KERNELS.items():
         assert found[primitive] == count * CONFIG.text.num_hidden_layers
     assert not {"cond", "while", "scan"} & set(found)
+
+
+def test_the_kernel_draws_the_tokens_of_the_plain_sampler(on_gpu, monkeypatch):
+    interpreted = functools.partial(ops.sampling.prefix_end, interpret=True)
+    monkeypatch.setattr(ops.sampling, "prefix_end", interpreted)
+    logits = 3 * jax.random.normal(jax.random.key(0), (6, 9000))
+    settings = sampling.Sampling(
+        temperature=jnp.array([0.0, 0.7, 1.0, 1.0, 2.0, 1.0]),
+        top_k=jnp.array([0, 50, 0, 7, 0, 9000], jnp.int32),
+        top_p=jnp.array([1.0, 0.95, 0.9, 1.0, 0.99, 1.0]),
+        min_p=jnp.array([0.0, 0.0, 0.0, 0.05, 0.0, 0.0]),
+    )
+    keys, positions = sampling.keys_from_seeds(range(6)), jnp.arange(6)
+
+    def draw():
+        kept = sampling.filtered_logits(logits, settings)
+        return kept, sampling.draw(kept, keys, positions)
+
+    by_kernel = draw()
+    assert ops.chosen() == {ops.SAMPLING: ops.KERNEL}
+    monkeypatch.setattr(ops, "device_refusal", lambda: "it is told not to")
+    for found, plain in zip(by_kernel, draw(), strict=True):
+        np.testing.assert_array_equal(found, plain)
 
 
 def test_prefill_reads_the_packed_experts(on_gpu):
@@ -142,18 +167,35 @@ def test_prefill_reads_the_packed_experts(on_gpu):
     assert ops.EXPERTS not in ops.chosen()
 
 
+def test_products_of_many_rows_are_left_to_xla():
+    keys = jax.random.split(jax.random.key(0))
+    x, weight = jax.random.normal(keys[0], (13, 5, 32)), jax.random.normal(keys[1], (3, 4, 32))
+    [out] = ops.project([(x, weight)])
+    np.testing.assert_allclose(out, jnp.einsum("btd,hkd->bthk", x, weight), atol=1e-5)
+
+
+def takes_attention(tokens, dtype=jnp.bfloat16, devices=1):
+    """What is chosen for a block of tokens in a sliding layer."""
+    text = CONFIG.text
+    cache = jax.eval_shape(lambda: init_cache(text, 1, 64, MAX_BLOCK, dtype)).layers[0]
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+    z = jnp.zeros((1, tokens, text.hidden_size), dtype)
+    shape = text.attention(0)
+    sizes = shape.heads, text.d_rel, text.conv_kernel_size, shape.window
+    return ops.takes_attention(z, cache, *sizes, devices * cache.k.shape[1])
+
+
 def test_a_choice_is_logged_once(on_gpu, caplog):
     caplog.set_level(logging.INFO, "inkling_jax.ops")
-    q, r = jnp.zeros((1, 2, 6, 64), jnp.bfloat16), jnp.zeros((1, 2, 6, 16), jnp.bfloat16)
-    k = jnp.zeros((1, 32, 1, 64), jnp.bfloat16)
+    refusal = "the ring of the convolution has 7 slots, it needs 8"
     for _ in range(2):
-        assert ops.takes_attention(q, r, k, 16, 32)
-        assert not ops.takes_attention(q[..., :48], r, k[..., :48], 16, 32)
+        assert takes_attention(2)
+        assert not takes_attention(MAX_BLOCK + 1)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "rel_attention_decode: kernel"),
-        ("WARNING", "rel_attention_decode: plain JAX, head_dim is 48, not 64 or 128"),
+        ("WARNING", f"rel_attention_decode: plain JAX, {refusal}"),
     ]
-    assert ops.chosen() == {ops.ATTENTION: "head_dim is 48, not 64 or 128"}
+    assert ops.chosen() == {ops.ATTENTION: refusal}
 
 
 def test_refusals_name_what_does_not_fit(on_gpu):
@@ -164,11 +206,10 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     assert ops.chosen()[ops.EXPERTS] == "activations are float32, not bfloat16"
     assert not ops.takes_experts(z.astype(jnp.bfloat16), w13, w2)
     assert ops.chosen()[ops.EXPERTS] == "the experts were not packed by `load`"
-    q, r, k = (jnp.zeros(s, jnp.float32) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
-    assert not ops.takes_attention(q, r, k, None, 32)
+    assert not takes_attention(1, jnp.float32)
     assert "float32" in ops.chosen()[ops.ATTENTION]
-    assert not ops.takes_attention(*(x.astype(jnp.bfloat16) for x in (q, r, k)), None, 64)
-    assert ops.chosen()[ops.ATTENTION] == "each device has 32 of the 64 slots of full layers (cp)"
+    assert not takes_attention(1, devices=2)
+    assert ops.chosen()[ops.ATTENTION] == "each device has 12 of the 24 slots of full layers (cp)"
     narrow = jnp.zeros((1, 1, 96))
     assert not ops.takes_mix(narrow, (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
     assert ops.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
@@ -191,7 +232,6 @@ def test_a_cpu_packs_nothing():
 
 
 def test_a_model_spread_over_devices_keeps_the_plain_path(on_gpu):
-    q, r, k = (jnp.zeros(s, jnp.bfloat16) for s in ((1, 1, 6, 64), (1, 1, 6, 16), (1, 32, 1, 64)))
     with jax.set_mesh(jax.make_mesh((2,), ("tensor",))):
-        assert not ops.takes_attention(q, r, k, None, 32)
+        assert not takes_attention(1)
     assert ops.chosen()[ops.ATTENTION] == "the model is spread over 2 devices"

@@ -70,7 +70,7 @@ def test_effort_stands_behind_the_system_messages():
     assert "effort level: 0[end" in shown(chat(user("U"), effort=0))
     own = with_template("{{ reasoning_effort }}|{{ messages | length }}")
     assert TOKENIZER.decode(chat(user("U"), effort=0.25, tokenizer=own)) == "0.25|1"
-    for bad in (1.0, -0.1, float("nan")):
+    for bad in (1.0, -0.1, float("nan"), "high"):
         with pytest.raises(InputError, match="effort"):
             chat(user("U"), effort=bad)
 

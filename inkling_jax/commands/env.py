@@ -50,7 +50,7 @@ def _kernels() -> str:
 
     if refusal := ops.device_refusal():
         return f"plain JAX, {refusal}"
-    return f"{ops.EXPERTS}, {ops.ATTENTION}, {ops.MIX} (--verbose logs each choice)"
+    return f"{', '.join(ops.OPERATIONS)} (--verbose logs each choice)"
 
 
 def _device(device: Any) -> dict[str, Any]:

@@ -88,17 +88,18 @@ def moe_experts(
     weights: Float[Array, "T k"],
     w13: PackedExperts,
     w2: PackedExperts,
+    plan: Plan | None = None,
     *,
     gate_softcap: float,
     up_softcap: float,
 ) -> Float[Array, "T D"]:
     """The float32 sum of a token's experts by their weights; a pick of N or more is no expert.
 
-    A row that picks none is not read and gives zeros. The other arguments are those of
-    `moe_experts_slots`.
+    A row that picks none is not read and gives zeros. A `plan` is that of `picked`, by default
+    made here; the other arguments are those of `moe_experts_slots`.
     """
     experts = w13.shape[0]
-    plan = make_plan(picked, experts)
+    plan = plan or make_plan(picked, experts)
     softcaps = dict(gate_softcap=gate_softcap, up_softcap=up_softcap)
     y = moe_experts_slots(x, weights, plan, w13, w2, **softcaps)
     return jnp.where((picked < experts)[..., None], y, 0).sum(axis=1)

@@ -15,7 +15,7 @@ class Plan(NamedTuple):
       expert: int32 [W] expert of the item.
       start: int32 [W] where the item's slots begin in `order`.
       count: int32 [W] how many they are, at most ROWS; 0: nothing to do.
-      order: int32 [T * k] the slots sorted by expert, those that pick none last.
+      order: int32 [T * k] the slots sorted by expert; kernels do not read behind the last item's.
     """
 
     expert: Int[Array, " W"]

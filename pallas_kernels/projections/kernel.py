@@ -1,4 +1,7 @@
-"""A thin product as a Pallas-Triton `dot` with the weight as the operand of 64 rows."""
+"""Thin products as Pallas-Triton `dot`s with the weights as the operand of many rows.
+
+The programs of all products form one grid; each finds the product it belongs to.
+"""
 
 import functools
 
@@ -11,38 +14,45 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.projections.tiles import TileConfig
 
 
-def project(x, weight, bounds, tiles: TileConfig, dtype, interpret):
-    """[G, T, K] and [N, K] -> [T, parts, N]."""
-    tokens, rows = x.shape[1], weight.shape[0]
+def project(inputs, weights, tiles: TileConfig, interpret):
+    """[T, K] and [N, K] -> float32 [T, N], for every pair of them."""
+    tokens = inputs[0].shape[0]
     return pl.pallas_call(
-        functools.partial(_body, bounds, tiles),
-        grid=(-(-rows // tiles.rows), tiles.parts),
-        out_shape=jax.ShapeDtypeStruct((tokens, tiles.parts, rows), dtype),
+        functools.partial(_body, tiles),
+        grid=(sum(tiles.programs(w.shape[0]) for w in weights),),
+        out_shape=[jax.ShapeDtypeStruct((tokens, w.shape[0]), jnp.float32) for w in weights],
         compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="project",
-    )(x, weight)
+    )(*inputs, *weights)
 
 
-def _body(bounds, tiles, x_ref, weight_ref, out_ref):
-    tokens, total = x_ref.shape[1:]
-    tile, part = pl.program_id(0), pl.program_id(1)
+def _body(tiles, *refs):
+    program, begin = pl.program_id(0), 0
+    products = len(refs) // 3
+    for x_ref, weight_ref, out_ref in (refs[i::products] for i in range(products)):
+        end = begin + tiles.programs(weight_ref.shape[0])
+        run = functools.partial(_product, tiles, program - begin, x_ref, weight_ref, out_ref)
+        pl.when((begin <= program) & (program < end))(run)
+        begin = end
+
+
+def _product(tiles, tile, x_ref, weight_ref, out_ref):
+    tokens, total = x_ref.shape
+    columns = tiles.columns(total)
     row = tile * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     real = row < weight_ref.shape[0]
     safe = jnp.minimum(row, weight_ref.shape[0] - 1)[:, None]
-    group = sum((tile * tiles.rows >= bound).astype(jnp.int32) for bound in bounds)
     token = jnp.arange(max(16, pl.next_power_of_2(tokens)), dtype=jnp.int32)
     line = jnp.minimum(token, tokens - 1)[None, :]
-    steps = total // tiles.columns // tiles.parts
 
     def step(i, acc):
-        start = (part * steps + i) * tiles.columns
-        column = start + jnp.arange(tiles.columns, dtype=jnp.int32)
+        column = i * columns + jnp.arange(columns, dtype=jnp.int32)
         w = weight_ref[safe, column[None, :]]
-        return acc + plt.dot(w, x_ref[group, line, column[:, None]])
+        return acc + plt.dot(w, x_ref[line, column[:, None]])
 
-    acc = lax.fori_loop(0, steps, step, jnp.zeros((tiles.rows, token.shape[0]), jnp.float32))
+    acc = jnp.zeros((tiles.rows, token.shape[0]), jnp.float32)
+    acc = lax.fori_loop(0, total // columns, step, acc)
     keep = real[:, None] & (token < tokens)[None, :]
     # Past the end where not kept: the interpreter stores masked elements too, unchanged.
-    at = out_ref.at[jnp.where(keep, token[None, :], tokens), part, safe]
-    plt.store(at, acc.astype(out_ref.dtype), mask=keep)
+    plt.store(out_ref.at[jnp.where(keep, token[None, :], tokens), safe], acc, mask=keep)

@@ -1,20 +1,11 @@
 """Thin products in plain jnp: the specification of the kernel."""
 
-import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 
-def project(x: jax.Array, weight: jax.Array, bounds: tuple[int, ...] = ()) -> jax.Array:
-    """Rows of `weight` [N, K] from `bounds[g - 1]` to `bounds[g]` times `x[g]` [T, K].
-
-    Returns:
-      float32 [T, N].
-    """
-    edges = (0, *bounds, weight.shape[0])
-    out = [
-        x[g].astype(jnp.float32) @ weight[low:high].T.astype(jnp.float32)
-        for g, (low, high) in enumerate(itertools.pairwise(edges))
-    ]
-    return jnp.concatenate(out, axis=1)
+def project(products: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    """Returns x [T, K] times the rows of weight [N, K], float32 [T, N], for every pair."""
+    return [x.astype(jnp.float32) @ weight.T.astype(jnp.float32) for x, weight in products]

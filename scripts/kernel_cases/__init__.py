@@ -2,7 +2,16 @@
 
 from collections.abc import Iterator
 
-from scripts.kernel_cases import attention, conv_mix, limits, moe_experts, projections
+from scripts.kernel_cases import (
+    attention,
+    conv_mix,
+    limits,
+    moe_experts,
+    projections,
+    qkv_prep,
+    router,
+    sampling,
+)
 from scripts.kernel_cases.case import Case
 
 __all__ = ["Case", "cases"]
@@ -10,5 +19,6 @@ __all__ = ["Case", "cases"]
 
 def cases() -> Iterator[Case]:
     """Yields all rows; the first is the read ceiling."""
-    for module in (limits, moe_experts, attention, conv_mix, projections):
+    modules = limits, moe_experts, attention, conv_mix, projections, qkv_prep, router, sampling
+    for module in modules:
         yield from module.cases()

@@ -1,4 +1,4 @@
-"""Rows of thin products: the input projections of a sliding layer, `wo` and the head."""
+"""Rows of thin products: a layer's input projections, whole and under TP4, `wo` and the head."""
 
 import functools
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import projections
 from pallas_kernels.projections import reference
-from pallas_kernels.projections.shapes import HEAD_ROWS, HIDDEN, INPUT_ROWS, WO
+from pallas_kernels.projections.shapes import FULL, HEAD_ROWS, HIDDEN, RANK, SLIDING, WO
 from scripts.kernel_cases.case import CALLS, ROTATE, Case
 
 
@@ -16,42 +16,45 @@ def cases() -> Iterator[Case]:
     """Yields the rows."""
     for tokens in (1, 8):
         for plain in (False, True):
-            yield _case("in", tokens, INPUT_ROWS, HIDDEN, plain=plain)
-            yield _case("wo", tokens, *WO, plain=plain)
-            yield _case("head", tokens, HEAD_ROWS, HIDDEN, plain=plain)
+            yield _case("in", tokens, SLIDING, HIDDEN, plain=plain)
+            yield _case("in, TP4", tokens, RANK, HIDDEN, plain=plain)
+            yield _case("wo", tokens, WO[:1], WO[1], plain=plain)
+            yield _case("head", tokens, (HEAD_ROWS,), HIDDEN, plain=plain)
+    yield _case("in, full layer", 1, FULL, HIDDEN)
     tile = projections.TileConfig
-    yield _case("in", 1, INPUT_ROWS, HIDDEN, tile(parts=2))
-    yield _case("in", 1, INPUT_ROWS, HIDDEN, tile(columns=256, stages=3))
-    yield _case("wo", 1, *WO, tile(parts=4))
-    yield _case("wo", 1, *WO, tile(parts=8))
-    yield _case("wo", 1, *WO, tile(rows=32, parts=4))
+    yield _case("in", 1, SLIDING, HIDDEN, tile(rows=32))
+    yield _case("in, TP4", 1, RANK, HIDDEN, tile(rows=64))
+    yield _case("wo", 1, WO[:1], WO[1], tile(rows=64))
+    yield _case("wo", 1, WO[:1], WO[1], tile(rows=16))
 
 
 def _case(name, tokens, rows, columns, config=None, plain=False):
-    size = 2 * rows * columns
+    size = 2 * sum(rows) * columns
     copies = max(round(ROTATE / size), 1)
     calls = max(copies, CALLS)
 
-    def product(x, weight):
+    def products(x, weights):
         if plain:
-            return jnp.dot(x[0], weight.T, preferred_element_type=jnp.float32)[:, None]
-        return projections.project(x, weight, config=config)
+            return [jnp.dot(x, w.T, preferred_element_type=jnp.float32) for w in weights]
+        return projections.project([(x, w) for w in weights], config=config)
 
     def step(i, x, *weights):
         for call in range(calls):
-            y = product(x, weights[call % copies])[:, 0]
-            # The next product must wait for this one; a sliver of it costs no bandwidth.
-            x = x.at[:, :, :128].set(y[None, :, :128].astype(x.dtype))
+            y = products(x, weights[call % copies])
+            # The next call must wait for this one; a sliver of it costs no bandwidth.
+            last = y[-1][:, :128]
+            x = x.at[:, : last.shape[1]].set(last.astype(x.dtype))
         return x
 
     variant = "plain xla" if plain else "default"
     if config:
-        variant = f"r{config.rows} k{config.columns} p{config.parts} s{config.stages}"
+        variant = f"r{config.rows} s{config.stages}"
     return Case(
-        "project", variant, f"{name} {rows} x {columns}, {tokens} tok",
+        "project", variant, f"{name} {sum(rows)} x {columns}, {tokens} tok",
         step, _setup(tokens, rows, columns, copies), size, calls,
-        result=lambda x, *weights: product(x, weights[0]).sum(axis=1),
-        expected=lambda x, *weights: reference.project(x, weights[0]), tolerance=1e-4,
+        result=lambda x, *weights: products(x, weights[0]),
+        expected=lambda x, *weights: reference.project([(x, w) for w in weights[0]]),
+        tolerance=1e-4,
     )  # fmt: skip
 
 
@@ -62,7 +65,10 @@ def _setup(*shape):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _inputs(tokens, rows, columns, copies, key):
-    keys = jax.random.split(key, copies + 1)
-    x = jax.random.normal(keys[0], (1, tokens, columns)).astype(jnp.bfloat16)
-    weights = [jax.random.normal(key, (rows, columns), jnp.bfloat16) for key in keys[1:]]
+    keys = iter(jax.random.split(key, copies * len(rows) + 1))
+    x = jax.random.normal(next(keys), (tokens, columns)).astype(jnp.bfloat16)
+    weights = [
+        [jax.random.normal(next(keys), (n, columns), jnp.bfloat16) for n in rows]
+        for _ in range(copies)
+    ]
     return x, tuple(weights)

@@ -81,13 +81,14 @@ def expert_format(layer: int) -> Format:
 
 def published(config: Config) -> dict[str, Any]:
     """Returns what `config.json` holds for `config`."""
-    vision = dataclasses.asdict(config.vision)
+    text, vision = dataclasses.asdict(config.text), dataclasses.asdict(config.vision)
+    [text["eos_token_id"]] = config.text.eos_token_id  # transformers takes one here, not a list
     theta = vision.pop("rope_theta")
     return {
         "architectures": ["Inkling2ForConditionalGeneration"],
         "model_type": "inkling2",
         "image_token_id": config.image_token_id,
-        "text_config": {"model_type": "inkling2_text", **dataclasses.asdict(config.text)},
+        "text_config": {"model_type": "inkling2_text", **text},
         "vision_config": {
             "model_type": "inkling2_vision",
             **vision,

@@ -1,0 +1,210 @@
+"""The end of the kept tokens by three Pallas-Triton kernels; a boundary between them is a barrier.
+
+Only few of a row's values can be the last one kept, and those with the largest values are found
+through the largest of each group of neighbours: whatever is at least `floor`, the HEADth largest of
+these, lies in the HEAD groups that reach it. One program holds these in registers and finds each
+threshold bit by bit, as the plain version does. Where they do not reach far enough (a flat
+distribution, a large k, many equal values), the same search reads the whole row instead.
+
+Floats are compared as integers of the same order.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.sampling.tiles import CHUNK, GROUP, GROUPS, HEAD, WARPS
+
+_LOWEST = -(2**31)
+
+
+def group(logits: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """[B, V] -> of each group of neighbours the largest value, and Σ exp(value - largest)."""
+    rows, vocabulary = logits.shape
+    groups = pl.cdiv(vocabulary, GROUP)
+    return pl.pallas_call(
+        _group_body,
+        grid=(pl.cdiv(groups, GROUPS), rows),
+        out_shape=[jax.ShapeDtypeStruct((rows, groups), jnp.float32)] * 2,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="sampling_group",
+    )(logits)
+
+
+def _group_body(logit_ref, largest_ref, sum_ref):
+    row = pl.program_id(1)
+    at = pl.program_id(0) * GROUPS + jnp.arange(GROUPS, dtype=jnp.int32)
+    token = at[:, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None]
+    value = _load(logit_ref, row, token)
+    largest = value.max(axis=1)
+    finite = jnp.maximum(largest, jnp.finfo(jnp.float32).min)  # -inf - -inf would be NaN
+    sums = jnp.exp(value - finite[:, None]).sum(axis=1)
+    exists = at < largest_ref.shape[1]
+    plt.store(largest_ref.at[row, at], largest, mask=exists)
+    plt.store(sum_ref.at[row, at], sums, mask=exists)
+
+
+def choose_head(largest: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """[B, groups] -> the groups that reach `floor` [B, HEAD], -1 for none; `floor` as integer [B].
+
+    Where more than HEAD do, because they are equal, it is the largest integer: nothing is sure to
+    be among those that were chosen.
+    """
+    rows = largest.shape[0]
+    return pl.pallas_call(
+        _head_body,
+        grid=(rows,),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, HEAD), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="sampling_head",
+    )(largest)
+
+
+def _head_body(largest_ref, head_ref, floor_ref):
+    row, groups = pl.program_id(0), largest_ref.shape[1]
+    at = jnp.arange(pl.next_power_of_2(groups), dtype=jnp.int32)
+    rank = _rank(_load(largest_ref, row, at), at < groups)
+    floor = _largest(lambda t: (rank >= t).astype(jnp.int32).sum() >= HEAD, _LOWEST, 32)
+    reaches = (at < groups) & (rank >= floor)
+    place = jnp.cumsum(reaches.astype(jnp.int32)) - 1
+    count = reaches.astype(jnp.int32).sum()
+    rest = jnp.arange(HEAD, dtype=jnp.int32)
+    _store(head_ref, row, place, at, reaches & (place < HEAD))
+    _store(head_ref, row, rest, jnp.full((HEAD,), -1, jnp.int32), rest >= count)
+    floor_ref[row] = jnp.where(count > HEAD, -1 - _LOWEST, jnp.maximum(floor, _LOWEST + 1))
+
+
+def search(
+    logits: jax.Array,
+    largest: jax.Array,
+    sums: jax.Array,
+    head: jax.Array,
+    floor: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Logit and id [B] of the last token kept."""
+    rows = logits.shape[0]
+    return pl.pallas_call(
+        _search_body,
+        grid=(rows,),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+        name="sampling_search",
+    )(logits, largest, sums, head, floor, top_k, top_p)
+
+
+def _search_body(logit_ref, largest_ref, sum_ref, head_ref, floor_ref, k_ref, p_ref, value_ref,
+                 id_ref):  # fmt: skip
+    row, vocabulary = pl.program_id(0), logit_ref.shape[1]
+    floor, k, p = floor_ref[row], k_ref[row], p_ref[row]
+    group = jnp.arange(pl.next_power_of_2(largest_ref.shape[1]), dtype=jnp.int32)
+    largest = _load(largest_ref, row, group)
+    top = largest.max()
+    place = jnp.arange(CHUNK, dtype=jnp.int32)
+    first = head_ref[row, lax.div(place, GROUP)]
+    token = jnp.where(first < 0, vocabulary, first * GROUP + lax.rem(place, GROUP))
+    held = (_rank(_load(logit_ref, row, token), token < vocabulary), token)
+
+    def total(part, enough):
+        """Sums part(ranks, tokens), over the held ones alone where these are `enough`."""
+
+        def add(i, acc):
+            token = i * CHUNK + place
+            rank = _rank(_load(logit_ref, row, token), token < vocabulary)
+            return acc + part(rank, token).sum()
+
+        inside = part(*held).sum()
+        chunks = jnp.where(enough, jnp.int32(0), jnp.int32(pl.cdiv(vocabulary, CHUNK)))
+        return lax.fori_loop(0, chunks, add, jnp.where(enough, inside, jnp.zeros_like(inside)))
+
+    def weight(rank):
+        return jnp.exp(_value(rank) - top)
+
+    def counts(reached):
+        return lambda rank, token: reached(rank, token).astype(jnp.int32)
+
+    def masses(reached):
+        return lambda rank, token: jnp.where(reached(rank), weight(rank), 0)
+
+    # Where the values from `floor` on are not enough for k or p, neither are those from below it.
+    k_cuts = k < vocabulary
+    enough = ~k_cuts | (counts(lambda rank, _: rank >= floor)(*held).sum() >= k)
+    last_k = _largest(
+        lambda t: total(counts(lambda rank, _: rank >= t), enough) >= k, _LOWEST, 32, k_cuts
+    )
+    ties_k = k - total(counts(lambda rank, _: rank > last_k), enough)
+    mass = total(masses(lambda rank: rank > last_k), enough)
+    mass += ties_k.astype(jnp.float32) * weight(last_k)
+    sums = plt.load(sum_ref.at[row, group], mask=group < sum_ref.shape[1], other=0)
+    mass = jnp.where(k_cuts, mass, (sums * jnp.exp(largest - top)).sum())
+
+    p_cuts, target = p < 1, jnp.maximum(p, 1e-30) * mass
+    enough = ~p_cuts | (masses(lambda rank: rank >= floor)(*held).sum() >= target)
+    last_p = _largest(
+        lambda t: total(masses(lambda rank: rank >= t), enough) >= target, _LOWEST, 32, p_cuts
+    )
+    ties_p = (target - total(masses(lambda rank: rank > last_p), enough)) / weight(last_p)
+    ties_p = jnp.clip(jnp.ceil(ties_p), 1, vocabulary).astype(jnp.int32)
+
+    last = jnp.maximum(last_k, last_p)
+    ties = jnp.where(last_p == last, ties_p, vocabulary)
+    ties = jnp.where(last_k == last, jnp.minimum(ties, ties_k), ties)
+    # Of the values equal to the last one kept, the `ties` lowest ids stay.
+    cuts = last > _LOWEST
+    enough = ~cuts | (last >= floor)
+
+    def tied_before(back):
+        return counts(lambda rank, token: (rank == last) & (vocabulary - 1 - token >= back))
+
+    bits = (vocabulary - 1).bit_length()
+    back = _largest(lambda t: total(tied_before(t), enough) >= ties, 0, bits, cuts)
+    value_ref[row] = jnp.where(cuts, _value(last), -jnp.inf)
+    id_ref[row] = vocabulary - 1 - back
+
+
+def _largest(reached, lowest, bits, needed=None):
+    """The largest integer, `bits` above `lowest`, that is reached; `lowest` if none or not needed.
+
+    What is reached by an integer must be reached by all below it.
+    """
+
+    def step(i, found):
+        candidate = found + lax.shift_left(jnp.int32(1), bits - 1 - i)
+        return jnp.where(reached(candidate), candidate, found)
+
+    steps = bits if needed is None else jnp.where(needed, jnp.int32(bits), jnp.int32(0))
+    return lax.fori_loop(0, steps, step, jnp.int32(lowest))
+
+
+def _rank(x, exists):
+    """Integers in the order of floats; the lowest where there is nothing."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(exists, bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF), _LOWEST)
+
+
+def _value(rank):
+    """Undoes `_rank`."""
+    bits = rank ^ (lax.shift_right_arithmetic(rank, 31) & 0x7FFFFFFF)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _load(ref, row, index):
+    return plt.load(ref.at[row, index], mask=index < ref.shape[1], other=-jnp.inf)
+
+
+def _store(ref, row, index, value, mask):
+    # Past the end where not kept: the interpreter stores masked elements too, unchanged.
+    plt.store(ref.at[row, jnp.where(mask, index, ref.shape[1])], value, mask=mask)

@@ -1,0 +1,241 @@
+"""Times the product's `decode` in a jitted `while_loop` at full width, on one GPU.
+
+Two parts of Inkling 2 Small fit one H200: `rank`, what one of four tensor-parallel ranks holds of
+all 48 layers (its collectives are left out), and `slice`, 12 layers of full width. Weights, keys
+and values are random and made on the device. Each step reads the tokens that the one before drew.
+
+A step's time is the difference of two trip counts of one program. Its floor is the bytes that it
+must read at the read rate measured first in the same run; how many experts differ among a step's
+picks is counted by a program of its own. Kernels and plain JAX take the same steps.
+
+    PYTHONPATH=. XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python3 scripts/bench_decode.py
+      [--minutes 8] [--only rank/kernels,slice]
+
+Writes scripts/results/decode_h200.json after every row, at the end a plot beside it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from inkling_jax import ops
+from scripts.decode_step.parts import (
+    MAX_BLOCK,
+    ROOM,
+    Part,
+    bytes_of_a_step,
+    full_size,
+    random_cache,
+    random_params,
+    smoke_size,
+)
+from scripts.decode_step.programs import Case, all_cases, compile_all, far_apart, launches
+
+CONTEXTS, SMOKE_CONTEXTS = (8 * 1024, 100 * 1024), (32, 64)
+ACCEPTANCE = 3.5  # tokens a step, of the peer's announcement: for the projection
+SECONDS = 0.2  # per measurement
+FEW = 4  # trips
+
+
+def step_seconds(program: Any, carry: Any, params: Any, most: int) -> list[float]:
+    """Seconds per trip, five times: the difference of a few and at most `most` trips."""
+
+    def elapsed(trips):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(carry, params, jnp.int32(trips)))
+        return time.perf_counter() - begin
+
+    elapsed(FEW)
+    one = max((elapsed(2 * FEW) - elapsed(FEW)) / FEW, 1e-6)
+    many = min(max(FEW + int(SECONDS / one), 2 * FEW), most)
+    elapsed(many)  # clocks up
+    return [(elapsed(many) - elapsed(FEW)) / (many - FEW) for _ in range(5)]
+
+
+def read_rate(size: int) -> float:
+    """Bytes per second at which XLA sums an array of `size` bytes."""
+    x = jnp.ones(size // 4, jnp.float32)
+
+    @jax.jit
+    def run(total, x, trips):
+        def body(state):
+            total = state[1]
+            for _ in range(4):
+                total = jnp.sum(x * (1 + 0 * total))  # each sum waits for the one before
+            return state[0] + 1, total
+
+        return jax.lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), total))[1]
+
+    return 4 * x.nbytes / statistics.median(step_seconds(run, jnp.float32(0), x, ROOM))
+
+
+def distinct_experts(program: Any, case: Case, params: nnx.State) -> dict[int, float]:
+    """Returns how many experts a layer reads, on the average, for the first n of 8 tokens."""
+    context = max(case.contexts)
+    carry = (far_apart(MAX_BLOCK), random_cache(case.part, context, context))
+    picks = np.asarray(program(carry, params))
+    counts = range(1, MAX_BLOCK + 1)
+    return {n: statistics.mean(np.unique(layer[:n]).size for layer in picks) for n in counts}
+
+
+def measure(case: Case, program: Any, params: nnx.State, context: int) -> dict[str, Any]:
+    """Times a case at one context."""
+    tokens = far_apart(case.tokens) % case.part.config.text.unpadded_vocab_size
+    carry = (tokens, random_cache(case.part, max(case.contexts), context))
+    times = [1e3 * t for t in step_seconds(program, carry, params, ROOM // MAX_BLOCK)]
+    of_step, of_layers = launches(program.as_text())
+    return {
+        "part": case.part.name,
+        "path": case.path,
+        "tokens": case.tokens,
+        "context": context,
+        "ms": statistics.median(times),
+        "spread_ms": max(times) - min(times),
+        "launches": of_step,
+        "launches_per_layer": of_layers / case.part.config.text.num_hidden_layers,
+    }
+
+
+def against_floor(row: dict, part: Part, params: nnx.State, distinct: dict, rate: float) -> dict:
+    """Returns what the time means: bytes, floor, share; for a rank's verify step a projection."""
+    size = bytes_of_a_step(part, params, distinct[row["tokens"]], row["context"])
+    floor = 1e3 * size / rate
+    found = {
+        "distinct_experts": distinct[row["tokens"]],
+        "bytes": size,
+        "floor_ms": floor,
+        "share_of_ceiling": floor / row["ms"],
+    }
+    if part.name == "rank" and row["tokens"] == MAX_BLOCK:
+        found["projected_tokens_per_second"] = 1e3 * ACCEPTANCE / row["ms"]
+    return found
+
+
+def bench(
+    parts: list[Part],
+    contexts: tuple[int, ...],
+    only: tuple[str, ...],
+    rate: float,
+    deadline: float,
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows that the time allows, those of the kernels first."""
+    for path in ("kernels", "plain"):
+        wanted = [case for case in all_cases(parts, path, contexts) if str(case).startswith(only)]
+        programs = compile_all(path, wanted, deadline)
+        chosen = ops.chosen()
+        for part in dict.fromkeys(case.part for case in wanted):
+            cases = [case for case in wanted if case.part is part and case in programs]
+            if not cases or time.monotonic() > deadline:
+                print(f"# {part.name}/{path}: the time is up", flush=True)
+                continue
+            params = jax.block_until_ready(random_params(part, path == "kernels"))
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+            print(f"# {part.name}: {size / 1e9:.1f} GB", flush=True)
+            distinct = {}
+            if part in programs:
+                distinct = distinct_experts(programs[part], cases[0], params)
+            for case, context in ((c, context) for c in cases for context in c.contexts):
+                if time.monotonic() > deadline:
+                    break
+                row = measure(case, programs[case], params, context) | {"chosen": chosen}
+                yield row | (against_floor(row, part, params, distinct, rate) if distinct else {})
+            del params  # before the next part's are drawn
+
+
+def with_ratios(rows: list[dict]) -> list[dict]:
+    """Adds to rows of the kernels how many times longer plain JAX takes, where it ran."""
+
+    def place(row):
+        return row["part"], row["tokens"], row["context"]
+
+    plain = {place(row): row["ms"] for row in rows if row["path"] == "plain"}
+    return [
+        row | {"plain_takes": plain[place(row)] / row["ms"]}
+        if row["path"] == "kernels" and place(row) in plain
+        else row
+        for row in rows
+    ]
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    text = (
+        f"{row['part']:6}{row['path']:8} {row['tokens']} tok {row['context']:7} context "
+        f"{row['ms']:8.3f} ms ± {row['spread_ms'] / 2:5.3f} "
+        f"{row['launches_per_layer']:6.1f} launches a layer"
+    )
+    if "bytes" in row:
+        text += f" {row['bytes'] / 1e9:6.2f} GB {100 * row['share_of_ceiling']:5.1f} % of ceiling"
+    if "projected_tokens_per_second" in row:
+        text += f", projection {row['projected_tokens_per_second']:.0f} tok/s"
+    if "plain_takes" in row:
+        text += f", plain {row['plain_takes']:.1f} x"
+    return text
+
+
+def plot(result: dict[str, Any], target: Path) -> None:
+    """Draws each row's time, for kernels above the floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = result["rows"]
+    names = [f"{r['part']} {r['path']}\n{r['tokens']} tok, {r['context']}" for r in rows]
+    figure, axes = pyplot.subplots(figsize=(3 + 0.7 * len(rows), 5), layout="constrained")
+    axes.bar(names, [r["ms"] for r in rows], label="measured")
+    axes.bar(names, [r.get("floor_ms", 0) for r in rows], label="bytes at the read rate")
+    axes.set_yscale("log")
+    axes.set_ylabel("ms per step")
+    axes.set_title(f"decode on one {result['device']}, collectives left out")
+    axes.tick_params(axis="x", labelrotation=90)
+    axes.legend()
+    figure.savefig(target)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="comma-separated beginnings: rank/kernels/8, …")
+    parser.add_argument("--minutes", type=float, default=8, help="starts nothing after these")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a CPU")
+    parser.add_argument("--commit", help="where the checkout has no git")
+    parser.add_argument("--out", type=Path, default=Path("scripts/results/decode_h200.json"))
+    args = parser.parse_args(arguments)
+    deadline = time.monotonic() + 60 * args.minutes
+    git = ["git", "rev-parse", "HEAD"]
+    rate = read_rate(1 << 20 if args.smoke else 1 << 32)
+    print(f"# reading at {rate / 1e12:.2f} TB/s", flush=True)
+    result = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "commit": args.commit or subprocess.check_output(git, text=True).strip(),
+        "left_out": "collectives, drafter, sampling (argmax instead), image tower",
+        "projection": f"{ACCEPTANCE} tokens a step of {MAX_BLOCK}, with all this left out",
+        "read_bytes_per_second": rate,
+        "rows": [],
+    }
+    parts, contexts = (smoke_size(), SMOKE_CONTEXTS) if args.smoke else (full_size(), CONTEXTS)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for row in bench(parts, contexts, tuple(args.only.split(",")), rate, deadline):
+        print(describe(row), flush=True)
+        result["rows"] = with_ratios([*result["rows"], row])
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print("", *map(describe, result["rows"]), sep="\n")
+    plot(result, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Router rows: scores, picks and plan, for 1...64 tokens."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import router
+from pallas_kernels.router import TileConfig, reference
+from pallas_kernels.router.shapes import EXPERTS, HIDDEN, PICKS, SCALE
+from scripts.kernel_cases.case import CALLS, ROTATE, Case
+
+
+def cases() -> Iterator[Case]:
+    """Yields the rows."""
+    for tokens in (1, 8, 64):
+        yield _case(tokens)
+    for rows, warps in ((2, 4), (2, 8), (4, 16)):
+        yield _case(1, TileConfig(rows, 512, warps))
+    for rows, warps in ((2, 4), (2, 8), (4, 8), (8, 16)):
+        yield _case(8, TileConfig(rows, 512, warps))
+    yield _case(1, plain=True)
+    yield _case(8, plain=True)
+
+
+def _case(tokens, config=None, plain=False):
+    size = 4 * EXPERTS * HIDDEN
+    calls = max(round(ROTATE / size), CALLS)
+    how = {"k": PICKS, "scale": SCALE}
+
+    def expected(z, bias, real, *gates):
+        return reference.select(reference.scores(z, gates[0]), bias, real, **how)
+
+    def result(z, bias, real, *gates):
+        if plain:
+            return expected(z, bias, real, *gates)
+        return router.route(z, gates[0], bias, real, config=config, **how)
+
+    def step(i, z, bias, real, *gates):
+        for gate in gates:
+            _, weights, plan = result(z, bias, real, gate)
+            # The next call must wait for this one; that costs a launch more.
+            last = weights + plan.order[0].astype(jnp.float32)
+            z = z.at[:, :PICKS].set(last)
+        return z
+
+    variant = f"e{config.experts} w{config.warps}" if config else "default"
+    return Case(
+        "router", "plain xla" if plain else variant, f"{tokens} tok, {EXPERTS} experts",
+        step, _setup(tokens, calls), size, calls,
+        result=result, expected=expected, tolerance=1e-5,
+    )  # fmt: skip
+
+
+@functools.cache
+def _setup(*shape):
+    return functools.partial(_inputs, *shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _inputs(tokens, copies, key):
+    keys = jax.random.split(key, copies + 2)
+    z = jax.random.normal(keys[0], (tokens, HIDDEN))
+    gates = [jax.random.normal(key, (EXPERTS, HIDDEN)) / HIDDEN**0.5 for key in keys[2:]]
+    return z, (jax.random.normal(keys[1], (EXPERTS,)) / 4, jnp.ones(tokens, bool), *gates)

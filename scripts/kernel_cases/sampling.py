@@ -1,0 +1,66 @@
+"""Sampling rows: where the filters end 1 and 8 rows, and what XLA does with it."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from inkling_jax import sampling as model
+from pallas_kernels import sampling
+from pallas_kernels.sampling import reference
+from pallas_kernels.sampling.shapes import VOCABULARY
+from scripts.kernel_cases.case import CALLS, Case
+
+
+def cases() -> Iterator[Case]:
+    """Yields the rows; the last is the rest of `sample`: noise, choice and log probability."""
+    for rows in (1, 8):
+        yield _ends("default", sampling.prefix_end, rows, 50, 0.95)
+    # Every token is among the k, and many are in the nucleus: the kernel reads the row again.
+    yield _ends("default", sampling.prefix_end, 8, VOCABULARY, 0.95)
+    yield _ends("plain xla", model.prefix_end, 8, 50, 0.95)
+    yield _draws(8)
+
+
+def _ends(variant, find, rows, k, p):
+    def step(i, logits, top_k, top_p):
+        for _ in range(CALLS):
+            value, token = find(logits, top_k, top_p)
+            # The next call must wait for this one; that costs a launch more.
+            logits = logits.at[:, 0].set(jnp.minimum(value, token.astype(jnp.float32) - 99))
+        return logits
+
+    # In a large nucleus the last token is one of many that rounding may choose.
+    judged = 2 if k < VOCABULARY else 1
+    return Case(
+        "sampling", variant, f"{rows} rows, top-k {k}, top-p {p}",
+        step, _setup(rows, k, p), 4 * rows * VOCABULARY,
+        result=lambda *inputs: find(*inputs)[:judged],
+        expected=lambda *inputs: reference.prefix_end(*inputs)[:judged], tolerance=1e-4,
+    )  # fmt: skip
+
+
+def _draws(rows):
+    def step(i, logits, top_k, top_p):
+        keys = model.keys_from_seeds(range(rows))
+        for _ in range(CALLS):
+            token = model.draw(logits, keys, jnp.full(rows, i))
+            logprob = model.token_logprobs(logits, token)
+            logits = logits.at[:, 0].set(logprob + token.astype(jnp.float32) * 1e-9 - 99)
+        return logits
+
+    return Case(
+        "sampling", "xla draw", f"{rows} rows", step, _setup(rows, 1, 1.0), 4 * rows * VOCABULARY
+    )
+
+
+@functools.cache
+def _setup(*shape):
+    return functools.partial(_inputs, *shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _inputs(rows, k, p, key):
+    logits = 3 * jax.random.normal(key, (rows, VOCABULARY))
+    return logits, (jnp.full(rows, k, jnp.int32), jnp.full(rows, p, jnp.float32))
