@@ -188,7 +188,8 @@ def work(options: argparse.Namespace) -> None:
         return
     mesh = Mesh(devices, AXES)
     versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
-    print(json.dumps({"device": devices[0].device_kind, "devices": len(devices)} | versions))
+    head = {"device": devices[0].device_kind, "devices": len(devices), "versions": versions}
+    print(json.dumps(head), flush=True)
     for row in PARTS[options.worker](mesh, options):
         print(json.dumps(row), flush=True)
 
