@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from inkling_jax import ops
 from inkling_jax.cache import ConvState, LayerCache, read_before, write
 from inkling_jax.config import TextConfig
-from inkling_jax.layers import einsum, l2_clip, log_scale, param, rms
+from inkling_jax.layers import einsum, l2_clip, log_scale, param, rms, rounded
 from inkling_jax.short_conv import DynamicShortConv, ShortConv
 from sharding.collectives import ALONE, Collectives
 
@@ -81,7 +81,8 @@ class Attention(nnx.Module):
         sink = einsum("btd,hd->bth", z_q, self.sink[...])
 
         k, v, conv = self._keys_and_values(z_k, z_v, cache.conv, start, count)
-        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+        # A key is the same number in the call that makes it and, later, out of the cache.
+        k, v = rounded(k, cache.k.dtype), rounded(v, cache.v.dtype)
         part = collectives.own_slots(cache.k.shape[1])
         new_k, new_v = (write(x, y, start, count, part) for x, y in ((cache.k, k), (cache.v, v)))
         written = LayerCache(new_k, new_v, conv, cache.sliding)

@@ -54,6 +54,16 @@ def einsum(equation: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]
     )
 
 
+def rounded(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """x in `dtype` for good, where a plain conversion that is converted back may be dropped.
+
+    XLA drops it on a GPU. That does no harm where more precision is allowed and nothing else sees
+    the rounded value.
+    """
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
 def rms(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
     """rms(x) = x / sqrt(mean(x²) + eps), in float32."""
     x = x.astype(jnp.float32)

@@ -37,12 +37,14 @@ MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
 # Kernels are traced and lowered, which takes a second each, once for layers of the same shapes.
 _moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
+_route = jax.jit(router.route, static_argnames=("k", "scale"))
 _project = jax.jit(projections.project)
 prepare = jax.jit(
     qkv_prep.qkv_prep, static_argnames=("qk_threshold", "rel_threshold", "eps", "log_scaling")
 )
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
 _conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=("dtype", "eps", "norm_eps"))
+_route = jax.jit(router.route, static_argnames=("k", "scale"))
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, str] = {}
@@ -141,7 +143,7 @@ def route(
     scale: float,
 ) -> tuple[Int[Array, "N k"], Float[Array, "N k"], Plan]:
     """`moe.route` of the real tokens by the kernel, and the plan; others pick n of weight 0."""
-    return router.route(z, gate, bias, real, k=k, scale=scale)
+    return _route(z, gate, bias, real, k=k, scale=scale)
 
 
 def takes_attention(

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 import inkling_jax as ij
 from inkling_jax.cache import init_cache
+from inkling_jax.layers import rounded
 from inkling_jax.model import forward, unembed
 from inkling_jax.moe import route
 
@@ -44,6 +45,11 @@ def test_head_products_are_float32():
     hidden = jnp.full((1, 1024), 1 + 2.0**-12)
     logits = jax.jit(unembed, static_argnums=1)(params, config, hidden)
     np.testing.assert_allclose(logits, 1024.25, atol=0.01)
+
+
+def test_rounding_to_bfloat16_is_not_dropped():
+    there_and_back = jax.jit(lambda x: rounded(x, jnp.bfloat16).astype(jnp.float32))
+    assert there_and_back(jnp.float32(1 + 2.0**-12)) == 1.0
 
 
 @pytest.mark.parametrize("name", ["small", "packed"])

@@ -46,6 +46,7 @@ ROWS = (
     {"hub"},
     {"loading"},
     {"load_drafter", "inspection"},
+    {"planning"},
     {"drafting"},
     {"engine"},
     {"__init__"},

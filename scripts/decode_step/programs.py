@@ -62,9 +62,9 @@ def picks_of_a_step(case: Case) -> Any:
     def run(carry, params):
         picked = []
 
-        def watched(z, picks, *rest):
+        def watched(z, picks, *rest, **plan):
             picked.append(picks)
-            return experts(z, picks, *rest)
+            return experts(z, picks, *rest, **plan)
 
         tokens, cache = carry
         lengths = jnp.full(1, tokens.shape[1], jnp.int32)

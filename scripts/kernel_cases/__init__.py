@@ -19,6 +19,6 @@ __all__ = ["Case", "cases"]
 
 def cases() -> Iterator[Case]:
     """Yields all rows; the first is the read ceiling."""
-    modules = limits, moe_experts, attention, conv_mix, projections, qkv_prep, router, sampling
+    modules = limits, router, sampling, qkv_prep, conv_mix, projections, attention, moe_experts
     for module in modules:
         yield from module.cases()
