@@ -24,7 +24,7 @@ from inkling_jax.cache import Cache, ConvState, LayerCache, cache_specs
 from inkling_jax.config import Config, TextConfig
 from inkling_jax.layers import RMSNorm, einsum, fill_params, param, softcap
 from inkling_jax.moe import Experts, Moe, experts
-from inkling_jax.residual import mix
+from inkling_jax.residual import Reader, Residual, advance
 from inkling_jax.short_conv import ShortConv
 from inkling_jax.vision import VisionTower
 from sharding.collectives import Collectives, splits_tokens
@@ -54,47 +54,62 @@ class DecoderLayer(nnx.Module):
         self.moe = Moe(config, dtype)
         self.mlp_conv = ShortConv((hidden,), ("embed",), kernel)
 
+    @property
+    def attn_norms(self) -> tuple[RMSNorm, ...]:
+        """The norms of attention's one input, or of those of q, k and v."""
+        return (self.attn_norm,) if self.sliding else (self.q_norm, self.k_norm, self.v_norm)
+
+    @property
+    def attn_reader(self) -> Reader:
+        """Steps 1 and 2; layer 0 has none, it reads the embedding."""
+        assert self.attn_query is not None
+        query, norms = jnp.atleast_2d(self.attn_query[...]), self.attn_norms
+        return Reader(query, norms, self.attn.wq[...].dtype)
+
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        blocks: list[Float[Array, "B T D"]],
+        residual: Residual,
+        inputs: tuple[Float[Array, "B T D"], ...],
         cache: LayerCache,
         start: Int[Array, " B"],
         count: Int[Array, " B"],
         experts: Experts,
         collectives: Collectives,
-    ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]], LayerCache]:
-        """Returns (the new running sum, the finished blocks, the new cache).
+        following: Reader,
+    ) -> tuple[Residual, tuple[Float[Array, "B T D"], ...], LayerCache]:
+        """Reads a block of tokens.
 
         Sums stay float32; what products read has the parameters' dtype, but for the router's.
-        x and blocks are of the device's own tokens; attention and experts read all tokens.
+        Residual and inputs are of the device's own tokens; attention and experts read all tokens.
+
+        Args:
+          residual: as the layer before left it.
+          inputs: what attention reads off it, one per norm of `attn_norms`.
+          following: what reads the residual after this layer.
+
+        Returns:
+          The new residual, what `following` reads off it, the new cache.
         """
-        dtype = self.attn.wq[...].dtype
+        where, dtype = (start, count, collectives), self.attn.wq[...].dtype
         with jax.named_scope("attention"):
-            h = x if self.attn_query is None else mix(self.attn_query[...], blocks, x)
-            z_q, z_k, z_v = self._attention_inputs(h, dtype, collectives)
-            a, cache = self.attn(z_q, z_k, z_v, cache, start, count, collectives)
+            inputs = tuple(collectives.gather_tokens(z) for z in inputs)
+            z_q, z_k, z_v = inputs * 3 if self.sliding else inputs
+            a, cache = self.attn(z_q, z_k, z_v, cache, *where)
             a = collectives.sum_heads(a)
-            a, attn_state = self.attn_conv(a, cache.conv.attn, start, count, collectives)
-        if self.starts_block:
-            blocks, r = [*blocks, x], a
-        else:
-            r = x + a
+            reader = Reader(self.mlp_query[...][None], (self.mlp_norm,), jnp.float32)
+            if self.starts_block:
+                residual = residual.finish_block()
+            residual, (z,), attn_state = advance(
+                residual, a, self.attn_conv, cache.conv.attn, reader, *where
+            )
         with jax.named_scope("moe"):
-            z = self.mlp_norm(mix(self.mlp_query[...], blocks, r), jnp.float32)
             m = self.moe(z, dtype, count, experts, collectives)
             m = collectives.sum_experts(m)
-            m, mlp_state = self.mlp_conv(m, cache.conv.mlp, start, count, collectives)
+            residual, inputs, mlp_state = advance(
+                residual, m, self.mlp_conv, cache.conv.mlp, following, *where
+            )
         conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
-        return r + m, blocks, dataclasses.replace(cache, conv=conv)
-
-    def _attention_inputs(self, h, dtype, collectives):
-        """Returns the normed inputs of (q, k, v), of all tokens."""
-        if self.sliding:
-            return (collectives.gather_tokens(self.attn_norm(h, dtype)),) * 3
-        inputs = (h,) * 3 if self.attn_query is None else tuple(h)
-        pairs = zip((self.q_norm, self.k_norm, self.v_norm), inputs, strict=True)
-        return tuple(collectives.gather_tokens(norm(x, dtype)) for norm, x in pairs)
+        return residual, inputs, dataclasses.replace(cache, conv=conv)
 
 
 class Embedding(nnx.Module):
@@ -226,15 +241,17 @@ def _forward(
             image_index = collectives.own_tokens(collectives.pad_tokens(image_index))
             image = features.astype(jnp.float32)[jnp.maximum(image_index, 0)]
             x = jnp.where((image_index >= 0)[..., None], image, x)
-    outputs, blocks, layers = {-1: x}, [], []
-    for i, layer in enumerate(model.layers):
+    residual, outputs, layers = Residual.start(x), {-1: x}, []
+    inputs = tuple(norm(x, weight.dtype) for norm in model.layers[0].attn_norms)
+    final = Reader(model.output_query[...][None], (model.norm,), weight.dtype)
+    readers = [*(layer.attn_reader for layer in model.layers[1:]), final]
+    for i, (layer, following) in enumerate(zip(model.layers, readers, strict=True)):
         with jax.named_scope(f"layer_{i}"):
-            args = (cache.layers[i], start, lengths, experts, collectives)
-            x, blocks, state = layer(x, blocks, *args)
-        outputs[i] = x
+            args = (cache.layers[i], start, lengths, experts, collectives, following)
+            residual, inputs, state = layer(residual, inputs, *args)
+        outputs[i] = residual.partial
         layers.append(state)
-    with jax.named_scope("final"):
-        hidden = model.norm(mix(model.output_query[...], blocks, x), weight.dtype)
+    (hidden,) = inputs
     cache = Cache(tuple(layers), start + lengths)
 
     def every(x):

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.cache import LayerCache
 from inkling_jax.quant import QuantTensor, Weights
+from pallas_kernels import conv_mix as conv_mix_kernel
 from pallas_kernels import (
     moe_experts,
     projections,
@@ -24,10 +25,11 @@ from pallas_kernels import (
     router,
     sampling,
 )
+from pallas_kernels.conv_mix import ConvMix
 from pallas_kernels.moe_experts import PackedExperts, Plan
 
-OPERATIONS = ("moe_experts", "rel_attention_decode", "router", "sampling")
-EXPERTS, ATTENTION, ROUTER, SAMPLING = OPERATIONS
+OPERATIONS = ("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix")
+EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX = OPERATIONS
 KERNEL = "kernel"
 SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off, to compare with the plain versions
 CAPABILITY = 9.0  # Hopper; newer devices run the same code
@@ -41,6 +43,7 @@ prepare = jax.jit(
     qkv_prep.qkv_prep, static_argnames=("qk_threshold", "rel_threshold", "eps", "log_scaling")
 )
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
+_conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=("dtype", "eps", "norm_eps"))
 _route = jax.jit(router.route, static_argnames=("k", "scale"))
 
 _log = logging.getLogger(__name__)
@@ -220,6 +223,43 @@ def prefix_end(
 ) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
     """Value and id of the last token that top-k and top-p keep, by the kernel."""
     return sampling.prefix_end(logits, top_k, top_p)
+
+
+def takes_mix(
+    u: Float[Array, "B T D"],
+    blocks: tuple[Float[Array, "B T D"], ...],
+    weight: Float[Array, "D c"],
+    state: Float[Array, "B S D"],
+) -> bool:
+    """Tells whether the kernel ends a sublayer of so few tokens, above these finished blocks."""
+    batch, tokens, hidden = u.shape
+    reach = weight.shape[1] - 1 + tokens
+    if batch * tokens > conv_mix_kernel.MAX_ROWS or reach > state.shape[1]:
+        return False
+    return _choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
+
+
+def conv_mix(
+    u: Float[Array, "B T D"],
+    partial: Float[Array, "B T D"] | None,
+    blocks: tuple[Float[Array, "B T D"], ...],
+    scales: tuple[Float[Array, "B T"], ...],
+    queries: Float[Array, "n D"],
+    norms: tuple[Float[Array, " D"], ...],
+    weight: Float[Array, "D c"],
+    state: Float[Array, "B S D"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    dtype: DTypeLike,
+    eps: float,
+    norm_eps: float,
+) -> ConvMix:
+    """`residual.advance` by the kernel; `partial` is None where a block starts."""
+    return _conv_mix(
+        u, partial, blocks, scales, queries, norms, weight, state, start, count,
+        dtype=dtype, eps=eps, norm_eps=norm_eps,
+    )  # fmt: skip
 
 
 def _choose(op: str, refusal: str | None) -> bool:

@@ -1,28 +1,114 @@
-"""Block attention residuals: what every sublayer reads (spec: inkling2.md, "AttnRes")."""
+"""Block attention residuals: what every sublayer reads and adds to (spec: inkling2.md, "AttnRes").
 
+A sublayer's end is one step here, from its output to the inputs of what follows: the short
+convolution, the sum, the mix and the norms. Decoding runs it as one kernel.
+"""
+
+import dataclasses
 import math
-from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
-from inkling_jax.layers import einsum, rms
+from inkling_jax import ops
+from inkling_jax.layers import RMSNorm, einsum
+from inkling_jax.short_conv import ShortConv
+from sharding.collectives import Collectives
 
 EPS = 1e-6
 
 
-def mix(
-    query: Float[Array, "*n D"],
-    blocks: Sequence[Float[Array, "B T D"]],
-    partial: Float[Array, "B T D"],
-) -> Float[Array, "*n B T D"]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """The sources of the mix, in float32.
+
+    Attributes:
+      blocks: the finished blocks.
+      partial: the running sum of the current block, None before its first summand.
+      scales: 1 / rms of each of `sources`, kept from its creation.
+    """
+
+    blocks: tuple[Float[Array, "B T D"], ...]
+    partial: Float[Array, "B T D"] | None
+    scales: tuple[Float[Array, "B T"], ...]
+
+    @classmethod
+    def start(cls, x: Float[Array, "B T D"]) -> Self:
+        """Returns the residual that consists of the embedding."""
+        return cls((), x, (_inverse_rms(x),))
+
+    @property
+    def sources(self) -> tuple[Float[Array, "B T D"], ...]:
+        """The finished blocks and the running sum."""
+        return self.blocks if self.partial is None else (*self.blocks, self.partial)
+
+    def finish_block(self) -> Self:
+        """Returns the residual in which the running sum is a finished block."""
+        return dataclasses.replace(self, blocks=self.sources, partial=None)
+
+
+class Reader(NamedTuple):
+    """What reads the residual: queries, the norms of what they mix, and the dtype of the result."""
+
+    queries: Float[Array, "n D"]
+    norms: tuple[RMSNorm, ...]
+    dtype: DTypeLike
+
+
+def mix(query: Float[Array, "*n D"], residual: Residual) -> Float[Array, "*n B T D"]:
     """Mixes the finished blocks and the running sum, each normalised to unit root mean square.
 
     p = softmax_i(query · n_i / sqrt(D)), result Σ_i p_i n_i in float32; several queries, several
     results.
     """
-    sources = jnp.stack([rms(s, EPS) for s in (*blocks, partial)])
+    pairs = zip(residual.sources, residual.scales, strict=True)
+    sources = jnp.stack([x * scale[..., None] for x, scale in pairs])
     scores = einsum("...d,sbtd->...sbt", query, sources) / math.sqrt(sources.shape[-1])
     weights = jax.nn.softmax(scores, axis=-3)
     return einsum("...sbt,sbtd->...btd", weights, sources)
+
+
+def advance(
+    residual: Residual,
+    u: Float[Array, "B T D"],
+    conv: ShortConv,
+    state: Float[Array, "B S D"],
+    reader: Reader,
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    collectives: Collectives,
+) -> tuple[Residual, tuple[Float[Array, "B T D"], ...], Float[Array, "B S D"]]:
+    """Ends a sublayer: convolves its output, adds it to the residual and reads what follows.
+
+    Args:
+      u: the sublayer's output, float32, of the device's own tokens.
+      conv: its convolution, whose `state` has the tokens before the call.
+      reader: what follows.
+      start, count: row b has `count[b]` real tokens from position `start[b]` on.
+
+    Returns:
+      The new residual; the inputs of what follows, one per query; the state.
+    """
+    blocks, partial = residual.blocks, residual.partial
+    scales = residual.scales[: len(blocks)]
+    if not collectives.sp and ops.takes_mix(u, blocks, conv.weight[...], state):
+        norms = tuple(norm.weight[...] for norm in reader.norms)
+        inputs, partial, scale, state = ops.conv_mix(
+            u, partial, blocks, scales, reader.queries, norms, conv.weight[...], state, start,
+            count, dtype=reader.dtype, eps=EPS, norm_eps=reader.norms[0].eps,
+        )  # fmt: skip
+        return Residual(blocks, partial, (*scales, scale)), inputs, state
+    y, state = conv(u, state, start, count, collectives)
+    partial = y if partial is None else partial + y
+    residual = Residual(blocks, partial, (*scales, _inverse_rms(partial)))
+    mixed = mix(reader.queries, residual)
+    inputs = (norm(h, reader.dtype) for norm, h in zip(reader.norms, mixed, strict=True))
+    return residual, tuple(inputs), state
+
+
+def _inverse_rms(x: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1) + EPS)

@@ -3,7 +3,9 @@
 Needs the CUDA wheels (`jax[cuda13]`); nothing here touches a device.
 """
 
+import contextlib
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -16,8 +18,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from inkling_jax.planning.hardware import HARDWARE
 
@@ -35,26 +39,39 @@ class Resources:
     cubin: Path
 
 
+def h200_mesh(axes: dict[str, int]) -> Mesh:
+    """Returns a mesh of H200s of one host, with these names and sizes of axes."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=H200,
+        topology=f"1x1x{math.prod(axes.values())}",
+        topology_name="h200",
+    )
+    return Mesh(np.reshape(topology.devices, tuple(axes.values())), tuple(axes))
+
+
 def compile_h200(
-    fn: Callable, *args: Any, dump: Path | None = None, donate_argnums: tuple[int, ...] = ()
+    fn: Callable,
+    *args: Any,
+    dump: Path | None = None,
+    donate_argnums: tuple[int, ...] = (),
+    mesh: Mesh | None = None,
 ) -> Any:
-    """Compiles `fn` of arrays for one H200.
+    """Compiles `fn` of arrays for one H200, or for several.
 
     Args:
-      fn: a function that can be jitted.
-      *args: arrays or ShapeDtypeStructs (pytrees of them).
+      fn: a function that can be jitted; with a mesh, its `shard_map`.
+      *args: arrays or ShapeDtypeStructs (pytrees of them), with a mesh the same on all devices.
       dump: folder for XLA's dump, PTX included.
       donate_argnums: as `jax.jit` takes them.
+      mesh: from `h200_mesh`; Pallas-Triton does not lower for it.
     """
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H200, topology="1x1x1", topology_name="h200"
-    )
-    sharding = SingleDeviceSharding(topology.devices[0])
+    sharding = NamedSharding(mesh or h200_mesh({"x": 1}), P())
     device = AbstractDevice("NVIDIA H200", None, "cuda")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     options = {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"} if dump else {}
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Manual,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    one = AbstractMesh((1,), ("x",), axis_types=(AxisType.Manual,), abstract_device=device)
+    with contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(one):
         lowered = jax.jit(fn, donate_argnums=donate_argnums).lower(*shapes)
     return lowered.compile(compiler_options=options)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_jax.cache import Cache, init_cache, read_before
 from inkling_jax.config import FULL, SLIDING, Config, TextConfig, VisionConfig
@@ -102,3 +103,14 @@ def visible(cache: Cache, config: Config) -> list[np.ndarray]:
         for state in jax.tree.leaves(layer.conv):
             found.append(np.asarray(read_before(state, cache.length, text.conv_kernel_size - 1)))
     return found
+
+
+def interpret_mosaic(monkeypatch, kernel):
+    """Makes `kernel`, a module with a Mosaic GPU kernel, run in the interpreter."""
+    call, params = kernel.plgpu.kernel, plgpu.InterpretGPUParams()
+
+    def interpreting(*args, **options):
+        return call(*args, **{**options, "interpret": params})
+
+    monkeypatch.setattr(kernel.plgpu, "kernel", interpreting)
+    jax.clear_caches()

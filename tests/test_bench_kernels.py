@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import ptx_emulator
 import pytest
+from helpers import interpret_mosaic
 
+from pallas_kernels.conv_mix import kernel as mixing
 from pallas_kernels.moe_experts import kernel_sm90
 from scripts import bench_kernels, kernel_cases
 from scripts.kernel_cases import (
@@ -29,7 +31,7 @@ TOY = {
         **{"CONTEXTS": (40, 70, 90), "WINDOW": 16, "EXTENT": 16},
         **{"HEADS": 6, "KV_HEADS": 1, "DIM": 64},
     },
-    conv_mix: {"HIDDEN": 512, "PARTS": 2},
+    conv_mix: {"HIDDEN": 256, "BLOCKS": 2},
     projections: {
         **{"HIDDEN": 512, "SLIDING": (128, 8, 64), "RANK": (64, 2), "FULL": (64, 8, 4)},
         **{"WO": (128, 1024), "HEAD_ROWS": 192},
@@ -54,6 +56,7 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(module, "CALLS", 2)
         monkeypatch.setattr(module, "ROTATE", 1, raising=False)
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)
+    interpret_mosaic(monkeypatch, mixing)
 
     def two_trips(loop, carry, args, target):
         jax.block_until_ready(loop(jnp.int32(2), carry, *args))

@@ -1,96 +1,94 @@
 """conv_mix against its plain reference, in Pallas' interpreter."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.conv_mix import TileConfig, conv_mix, empty_gram
+from pallas_kernels import conv_mix as contract
 from pallas_kernels.conv_mix.reference import conv_mix as reference
+from pallas_kernels.conv_mix.reference import inverse_rms
 
-WIDTH, TAPS, SLOTS, EPS = 96, 4, 20, 1e-6
+WIDTH, TAPS, SLOTS = 256, 4, 20
+EPS = {"eps": 1e-6, "norm_eps": 1e-5}
+
+conv_mix = functools.partial(contract.conv_mix, **EPS, interpret=plgpu.InterpretGPUParams())
 
 
-def make_inputs(seed, batch, tokens, parts, queries, count):
-    """Inputs after `count` finished blocks; the Gram matrix is exact."""
-    keys = iter(jax.random.split(jax.random.key(seed), 7))
+def make_inputs(seed, batch, tokens, queries, count, dtype=jnp.float32):
+    """Inputs after `count` finished blocks; norms in `dtype`."""
+    keys = iter(jax.random.split(jax.random.key(seed), 99))
 
-    def normal(*shape):
-        return jax.random.normal(next(keys), shape, jnp.float32)
+    def normal(*shape, dtype=jnp.float32):
+        return jax.random.normal(next(keys), shape, dtype)
 
-    sources = normal(9, batch, tokens, WIDTH)
-    blocks = sources[:count]
-    gram = empty_gram(batch, tokens)
-    gram = gram.at[..., :count, :count].set(jnp.einsum("nbtd,mbtd->btnm", blocks, blocks))
+    blocks = [2**i * normal(batch, tokens, WIDTH) for i in range(count)]
     return {
-        "u": normal(batch, tokens, parts, WIDTH),
+        "u": normal(batch, tokens, WIDTH),
         "partial": normal(batch, tokens, WIDTH),
-        "sources": sources,
-        "gram": gram,
+        "blocks": blocks,
+        "scales": [inverse_rms(block, EPS["eps"]) for block in blocks],
         "queries": normal(queries, WIDTH),
-        "norms": normal(queries, WIDTH),
+        "norms": [normal(WIDTH, dtype=dtype) for _ in range(queries)],
         "weight": normal(WIDTH, TAPS),
         "state": normal(batch, SLOTS, WIDTH),
     }
 
 
 CASES = [
-    pytest.param(1, 1, 1, 0, True, id="one row, no finished block"),
-    pytest.param(5, 8, 3, 8, True, id="five rows, eight summands, three queries, nine sources"),
-    pytest.param(17, 1, 1, 4, False, id="17 rows, partial kept in float32"),
+    pytest.param(1, 1, 1, jnp.float32, id="one row, one finished block"),
+    pytest.param(5, 3, 8, jnp.bfloat16, id="five rows, three queries, nine sources"),
+    pytest.param(17, 1, 4, jnp.float32, id="17 rows, a block starts"),
 ]
 
 
-@pytest.mark.parametrize(("tokens", "parts", "queries", "count", "keep"), CASES)
-def test_matches_reference(tokens, parts, queries, count, keep):
-    inputs = make_inputs(tokens, 2, tokens, parts, queries, count)
+@pytest.mark.parametrize(("tokens", "queries", "count", "dtype"), CASES)
+def test_matches_reference(tokens, queries, count, dtype):
+    inputs = make_inputs(tokens, 2, tokens, queries, count, dtype)
     if tokens == 17:
-        inputs["partial"] = None  # a block starts here
-    start = jnp.array([2, 41], jnp.int32)  # less history than taps, and a wrapped ring
-    lengths = jnp.array([tokens, tokens // 2], jnp.int32)
-    valid = np.arange(tokens) < np.array(lengths)[:, None]
-    expected = reference(*inputs.values(), start, lengths, count=count, keep=keep, eps=EPS)
-    dead = jnp.where(valid[..., None, None], inputs["u"], jnp.nan)
-    out = conv_mix(
-        **{**inputs, "u": dead},
-        start=start,
-        lengths=lengths,
-        count=count,
-        keep=keep,
-        eps=EPS,
-        config=TileConfig(32),
-        interpret=True,
-    )
-    z, partial, sources, gram, state = expected
-    np.testing.assert_allclose(out.z[:, valid], z[:, valid], atol=2e-5)
-    np.testing.assert_allclose(out.gram[valid], gram[valid], rtol=1e-4, atol=1e-3)
+        inputs["partial"] = None
+    where = {
+        "start": jnp.array([2, 41], jnp.int32),  # less history than taps, and a wrapped ring
+        "lengths": jnp.array([tokens, tokens // 2], jnp.int32),
+    }
+    valid = np.arange(tokens) < np.array(where["lengths"])[:, None]
+    z, partial, scale, state = reference(**inputs, **where, dtype=dtype, **EPS)
+    inputs["u"] = jnp.where(valid[..., None], inputs["u"], jnp.nan)
+    out = conv_mix(**inputs, **where, dtype=dtype)
+    rounding = 2e-5 if dtype == jnp.float32 else 2e-2
+    for found, wanted in zip(out.z, z, strict=True):
+        assert found.dtype == dtype
+        found, wanted = (np.asarray(x, np.float32)[valid] for x in (found, wanted))
+        np.testing.assert_allclose(found, wanted, atol=rounding, rtol=rounding)
+    np.testing.assert_allclose(out.partial[valid], partial[valid], atol=2e-5)
+    np.testing.assert_allclose(out.scale[valid], scale[valid], rtol=2e-5)
     np.testing.assert_allclose(out.state, state, atol=1e-6)
-    if keep:
-        np.testing.assert_allclose(out.sources[:, valid], sources[:, valid], atol=2e-5)
-        assert out.partial is None
-    else:
-        np.testing.assert_allclose(out.partial[valid], partial[valid], atol=2e-5)
 
 
 def test_taps_run_forward_and_the_input_is_added_once():
     """Pitfall CM-04: taps oldest to newest (1, 10, 100, 1000), inputs 1...5."""
-    inputs = make_inputs(0, 1, 5, 1, 1, 0)
-    inputs["u"] = jnp.broadcast_to(jnp.arange(1.0, 6)[None, :, None, None], inputs["u"].shape)
+    inputs = make_inputs(0, 1, 5, 1, 1)
+    inputs["u"] = jnp.broadcast_to(jnp.arange(1.0, 6)[None, :, None], inputs["u"].shape)
     inputs["weight"] = jnp.broadcast_to(jnp.array([1.0, 10, 100, 1000]), (WIDTH, TAPS))
     inputs["partial"] = jnp.zeros_like(inputs["partial"])
     where = {"start": jnp.zeros(1, jnp.int32), "lengths": jnp.full(1, 5, jnp.int32)}
-    out = conv_mix(
-        **inputs, **where, count=0, keep=False, eps=EPS, config=TileConfig(32), interpret=True
-    )
+    out = conv_mix(**inputs, **where, dtype=jnp.float32)
     sums = np.array([1001, 2102, 3213, 4325, 5437]) / np.sqrt(5)
     np.testing.assert_allclose(out.partial[0, :, 0], sums, rtol=1e-6)
 
 
 def test_refusals_name_the_value():
-    inputs = make_inputs(0, 1, 1, 1, 1, 0)
+    inputs = make_inputs(0, 1, 1, 1, 1)
     where = {"start": jnp.zeros(1, jnp.int32), "lengths": jnp.ones(1, jnp.int32)}
-    with pytest.raises(ValueError, match="17 sources"):
-        conv_mix(**inputs, **where, count=16, keep=True, eps=EPS)
     inputs["state"] = inputs["state"][:, :3]
     with pytest.raises(ValueError, match="ring has 3 slots, it needs 4"):
-        conv_mix(**inputs, **where, count=0, keep=True, eps=EPS)
+        conv_mix(**inputs, **where, dtype=jnp.float32)
+    unsupported = contract.unsupported
+    assert unsupported(64, 4608, 8) is None
+    assert unsupported(65, 4608, 8) == "65 tokens, the kernel takes at most 64"
+    assert unsupported(1, 96, 8) == "hidden size 96 is not a multiple of 128"
+    assert "no block is finished" in unsupported(1, 128, 0)
+    assert "8 blocks of a row take 262144 bytes" in unsupported(1, 8192, 8)

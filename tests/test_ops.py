@@ -20,6 +20,7 @@ from inkling_jax.config import FULL, SLIDING
 from inkling_jax.generation import decode
 from inkling_jax.loading import pack_for_kernels
 from inkling_jax.model import abstract_params
+from pallas_kernels.conv_mix import kernel as mixing
 from pallas_kernels.moe_experts import kernel_sm90
 from pallas_kernels.rel_attention_decode import kernel
 
@@ -28,7 +29,7 @@ CONFIG = dataclasses.replace(
     helpers.TINY,
     text=dataclasses.replace(
         helpers.TEXT,
-        hidden_size=64,
+        hidden_size=128,
         moe_intermediate_size=64,
         d_rel=16,
         num_hidden_layers=2,
@@ -36,9 +37,11 @@ CONFIG = dataclasses.replace(
         **HEADS,
         **{f"swa_{name}": value for name, value in HEADS.items()},
     ),
-    vision=dataclasses.replace(helpers.VISION, text_hidden_size=64),
+    vision=dataclasses.replace(helpers.VISION, text_hidden_size=128),
 )
 MAX_BLOCK = 4
+DECODING = (ops.EXPERTS, ops.ATTENTION, ops.ROUTER, ops.MIX)
+KERNELS = {"pallas_call": 9, "mpmd_map": 2}  # of a layer, by the primitive of their backend
 
 
 def bfloat16_params():
@@ -93,12 +96,11 @@ def test_kernels_compute_what_the_plain_step_computes(on_gpu, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ops, "device_refusal", lambda: "it is told not to")
         plain = read_twice(bfloat16_params(), tokens)
-        assert ops.chosen() == dict.fromkeys(
-            (ops.EXPERTS, ops.ATTENTION, ops.ROUTER), "it is told not to"
-        )
+        assert ops.chosen() == dict.fromkeys(DECODING, "it is told not to")
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)
+    helpers.interpret_mosaic(monkeypatch, mixing)
     out = read_twice(pack_for_kernels(bfloat16_params(), CONFIG), tokens)
-    assert ops.chosen() == dict.fromkeys((ops.EXPERTS, ops.ATTENTION, ops.ROUTER), ops.KERNEL)
+    assert ops.chosen() == dict.fromkeys(DECODING, ops.KERNEL)
     error = np.linalg.norm(out - plain) / np.linalg.norm(plain)
     assert 0 < error < 0.02
 
@@ -107,20 +109,21 @@ def primitives(jaxpr, found):
     """Counts the primitives of a program, kernels as one."""
     for equation in jaxpr.eqns:
         found[equation.primitive.name] += 1
-        if equation.primitive.name != "pallas_call":
+        if equation.primitive.name not in KERNELS:
             for inner in jaxprs_in_params(equation.params):
                 primitives(inner, found)
     return found
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_BLOCK])
-def test_a_decode_step_has_nine_kernels_a_layer_and_no_branch(tokens, on_gpu):
+def test_a_decode_step_has_eleven_kernels_a_layer_and_no_branch(tokens, on_gpu):
     params = pack_for_kernels(bfloat16_params(), CONFIG)
     cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
     ids = jnp.zeros((2, tokens), jnp.int32)
     program = jax.make_jaxpr(decode, static_argnums=1)(params, CONFIG, ids, cache)
     found = primitives(program.jaxpr, Counter())
-    assert found["pallas_call"] == 9 * CONFIG.text.num_hidden_layers
+    for primitive, count in KERNELS.items():
+        assert found[primitive] == count * CONFIG.text.num_hidden_layers
     assert not {"cond", "while", "scan"} & set(found)
 
 
@@ -149,7 +152,7 @@ def test_the_kernel_draws_the_tokens_of_the_plain_sampler(on_gpu, monkeypatch):
 
 def test_prefill_reads_the_packed_experts(on_gpu):
     """More tokens than the kernel takes: the plain path unpacks, and agrees with itself."""
-    z = jax.random.normal(jax.random.key(0), (65, 64)).astype(jnp.bfloat16)
+    z = jax.random.normal(jax.random.key(0), (65, 128)).astype(jnp.bfloat16)
     picks = jnp.tile(jnp.array([[0, 3]], jnp.int32), (65, 1))
     weights = jnp.ones((65, 2))
     moes = [p["layers"][0]["moe"] for p in (bfloat16_params(), bfloat16_params())]
@@ -196,7 +199,7 @@ def test_a_choice_is_logged_once(on_gpu, caplog):
 
 
 def test_refusals_name_what_does_not_fit(on_gpu):
-    z = jnp.zeros((1, 64), jnp.float32)
+    z = jnp.zeros((1, 128), jnp.float32)
     params = bfloat16_params()["layers"][0]["moe"]
     w13, w2 = (params[name].get_value() for name in ("w13", "w2"))
     assert not ops.takes_experts(z, w13, w2)
@@ -207,6 +210,18 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     assert "float32" in ops.chosen()[ops.ATTENTION]
     assert not takes_attention(1, devices=2)
     assert ops.chosen()[ops.ATTENTION] == "each device has 12 of the 24 slots of full layers (cp)"
+    narrow = jnp.zeros((1, 1, 96))
+    assert not ops.takes_mix(narrow, (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
+    assert ops.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "takes"), [(4, 7, True), (5, 7, False), (65, 99, False)]
+)
+def test_calls_longer_than_a_block_end_their_sublayers_in_plain_jax(tokens, slots, takes, on_gpu):
+    u, state = jnp.zeros((1, tokens, 128)), jnp.zeros((1, slots, 128))
+    assert ops.takes_mix(u, (u,), jnp.zeros((128, 4)), state) == takes
+    assert (ops.MIX in ops.chosen()) == takes
 
 
 def test_a_cpu_packs_nothing():

@@ -1,102 +1,102 @@
 """Short convolution, residual update, attention-residual mix and norms of one sublayer's output."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from pallas_kernels.conv_mix import kernel, tiles
-from pallas_kernels.conv_mix.tiles import SLOTS, TileConfig
+from pallas_kernels.conv_mix import kernel
 
-__all__ = ["ConvMix", "TileConfig", "conv_mix", "empty_gram", "unsupported"]
+__all__ = ["MAX_ROWS", "ConvMix", "conv_mix", "unsupported"]
+
+MAX_ROWS = 64  # a program each; more are prefill
+SHARED = 200 << 10  # bytes of shared memory for the finished blocks of one row
 
 
 class ConvMix(NamedTuple):
     """What a sublayer leaves behind.
 
     Attributes:
-      z: [nq, B, T, D] normed inputs of the next sublayer, in the sources' dtype.
-      partial: [B, T, D] running sum of the block; None where it went into `sources[count]`.
-      sources: [M, B, T, D] as given, with row `count` written if `keep`.
-      gram: float32 [B, T, 16, 16] with row and column `count` written.
+      z: normed inputs of what follows, one [B, T, D] per query.
+      partial: float32 [B, T, D] running sum of the block.
+      scale: float32 [B, T] 1 / rms of `partial`.
       state: float32 [B, S, D] the convolution's ring with the new inputs.
     """
 
-    z: jax.Array
-    partial: jax.Array | None
-    sources: jax.Array
-    gram: jax.Array
+    z: tuple[jax.Array, ...]
+    partial: jax.Array
+    scale: jax.Array
     state: jax.Array
 
 
-def empty_gram(batch: int, tokens: int) -> jax.Array:
-    """The inner products of no sources: float32 [B, T, 16, 16]."""
-    return jnp.zeros((batch, tokens, SLOTS, SLOTS), jnp.float32)
+def unsupported(rows: int, width: int, blocks: int) -> str | None:
+    """Says why the kernel cannot run these shapes, or None.
 
-
-def unsupported(width: int, sources: int) -> str | None:
-    """Says why the kernel cannot run these shapes, or None."""
-    if tiles.choose(width).columns < 32:
-        return f"hidden size {width} is not a multiple of 32"
-    if sources > SLOTS:
-        return f"{sources} sources, the kernel takes at most {SLOTS}"
+    Args:
+      rows: tokens of all sequences.
+      width: hidden size.
+      blocks: finished blocks.
+    """
+    if width % kernel.LANES:
+        return f"hidden size {width} is not a multiple of {kernel.LANES}"
+    if rows > MAX_ROWS:
+        return f"{rows} tokens, the kernel takes at most {MAX_ROWS}"
+    if not blocks:
+        return "no block is finished, the kernel mixes at least one"
+    if (size := 4 * blocks * width) > SHARED:
+        return f"{blocks} blocks of a row take {size} bytes, shared memory has {SHARED}"
     return None
 
 
 def conv_mix(
     u: jax.Array,
     partial: jax.Array | None,
-    sources: jax.Array,
-    gram: jax.Array,
+    blocks: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
     queries: jax.Array,
-    norms: jax.Array,
+    norms: Sequence[jax.Array],
     weight: jax.Array,
     state: jax.Array,
     start: jax.Array,
     lengths: jax.Array,
     *,
-    count: int,
-    keep: bool,
+    dtype: DTypeLike,
     eps: float,
-    config: TileConfig | None = None,
-    interpret: bool = False,
+    norm_eps: float,
+    peers: Sequence[str] = (),
+    interpret: Any = None,
 ) -> ConvMix:
     """Convolves a sublayer's output, adds it to the residual and reads the next inputs off it.
 
-    Sources are the finished blocks `sources[:count]` and the new partial. Rows of tokens that are
-    not valid are left unwritten. (Spec: inkling2.md, "Block attention residuals".)
+    Sources of the mix are the finished blocks and the new partial. What is said of tokens that are
+    not valid means nothing. (Spec: inkling2.md, "Block attention residuals".)
 
     Args:
-      u: [B, T, P, D] sublayer output as P summands (experts of a token, ranks).
-      partial: [B, T, D] running sum of the block, None where a block starts.
-      sources: [M, B, T, D] finished blocks in rows 0...count - 1; donated.
-      gram: float32 [B, T, 16, 16] inner products of the sources; donated.
+      u: float32 [B, T, D] sublayer output.
+      partial: float32 [B, T, D] running sum of the block, None where a block starts.
+      blocks: finished blocks, float32 [B, T, D] each.
+      scales: 1 / rms of each finished block, float32 [B, T], kept from its creation.
       queries: float32 [nq, D], one per following input.
-      norms: [nq, D] RMSNorm weights of those inputs.
+      norms: RMSNorm weight [D] of each following input.
       weight: float32 [D, c] taps, the last weighs the current token.
       state: float32 [B, S, D] past inputs, position p in slot p % S, S >= c - 1 + T; donated.
       start: int32 [B], position of token 0.
       lengths: int32 [B], valid tokens of a row.
-      count: finished blocks.
-      keep: round the new partial to the sources' dtype and store it in `sources[count]` (the end of
-        a layer), where it becomes a finished block when `count` grows.
-      eps: of all norms.
-      config: tiles, by default chosen from the width.
-      interpret: run in Pallas' interpreter.
+      dtype: of z.
+      eps, norm_eps: of the sources' rms, of the norms.
+      peers: mesh axes over which `u` is one summand of many; see `allreduce_conv_mix`.
+      interpret: `InterpretGPUParams` to run in Pallas' interpreter, without peers.
 
     Raises:
       ValueError: a shape that the kernel does not take; the value is named.
     """
-    if reason := unsupported(u.shape[-1], count + 1):
+    batch, tokens, width = u.shape
+    if reason := unsupported(batch * tokens, width, len(blocks)):
         raise ValueError(f"conv_mix: {reason}")
-    if (needed := weight.shape[1] - 1 + u.shape[1]) > state.shape[1]:
+    if (needed := weight.shape[1] - 1 + tokens) > state.shape[1]:
         raise ValueError(f"conv_mix: the ring has {state.shape[1]} slots, it needs {needed}")
-    config = config or tiles.choose(u.shape[-1])
-    out, state, products = kernel.accumulate(
-        u, partial, sources, queries, weight, state, start, lengths, count, keep, config, interpret
+    given = kernel.Operands(
+        start, lengths, tuple(scales), u, weight.T, queries, tuple(norms), tuple(blocks), partial
     )
-    sources, partial = (out, None) if keep else (sources, out)
-    z, gram = kernel.apply(
-        partial, products, sources, gram, queries, norms, lengths, count, eps, config, interpret
-    )
-    return ConvMix(z, partial, sources, gram, state)
+    return ConvMix(*kernel.run(given, state, dtype, eps, norm_eps, tuple(peers), interpret))

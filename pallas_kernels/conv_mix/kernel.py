@@ -1,166 +1,178 @@
-"""conv_mix as two Pallas-Triton kernels: gather what needs a whole row, then apply it.
+"""conv_mix as one Mosaic GPU kernel: a program per token, its row in registers throughout.
 
-The only facts about a whole row are inner products: of each source with each query and of the new
-partial with each source. The products between finished blocks are known from their creation (the
-Gram matrix), so the norm of a source and the norm of the mix both follow from products, and one
-reduction over the row is enough. A kernel boundary is that reduction's barrier.
+The finished blocks travel to shared memory while the row is convolved and added up, with `peers`
+over the devices of a group first: each program reads the summands where they lie (one-shot peer
+reads) in the order of the ranks, so that every device gets the same bits. When it has read them it
+tells every peer, and it ends when every peer has told it: until then no one may write over what is
+being read. `allreduce_conv_mix/protocol.py` is this protocol, with the barrier that XLA puts in
+front of a kernel with peers.
 """
 
 import functools
+import itertools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.conv_mix.tiles import SLOTS, TileConfig
+LANES = 128  # a row [D] is handled as [D / LANES, LANES], as copies take 256 elements an axis
+MAX_PART = 12  # of these, at a time
 
 
-def accumulate(u, partial, sources, queries, weight, state, start, lengths, count, keep,
-               tiles: TileConfig, interpret):  # fmt: skip
-    """Convolution and residual; returns the new partial (in `sources` if keep), state, products.
+class Operands(NamedTuple):
+    """What `conv_mix` reads, `weight` as [c, D]; in the kernel, references to the same."""
 
-    Products: float32 [B T, D / columns, nq + 1, 16] sums over a program's columns of source times
-    query and, last, source times partial; slot `count` is the partial itself.
-    """
-    batch, tokens, _, width = u.shape
-    rows, chunks = batch * tokens, width // tiles.columns
-    inputs = [u, sources, queries, weight, state, start, lengths]
-    if partial is not None:
-        inputs.append(partial)
-    products = (rows, chunks, queries.shape[0] + 1, SLOTS)
-    out_shape = [
-        jax.ShapeDtypeStruct(state.shape, state.dtype),
-        jax.ShapeDtypeStruct(products, jnp.float32),
-        jax.ShapeDtypeStruct(sources.shape, sources.dtype)
-        if keep
-        else jax.ShapeDtypeStruct((batch, tokens, width), jnp.float32),
-    ]
-    state, products, out = pl.pallas_call(
-        functools.partial(_accumulate_body, count, keep, tiles),
-        grid=(chunks, rows),
-        out_shape=out_shape,
-        input_output_aliases={4: 0, 1: 2} if keep else {4: 0},
-        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=1),
+    start: Any
+    lengths: Any
+    scales: tuple[Any, ...]
+    u: Any
+    weight: Any
+    queries: Any
+    norms: tuple[Any, ...]
+    blocks: tuple[Any, ...]
+    partial: Any | None
+
+
+def run(given: Operands, state, dtype, eps, norm_eps, peers: tuple[str, ...], interpret):
+    """Returns (z, partial, scale, state)."""
+    batch, tokens, width = given.u.shape
+
+    def fold(x):
+        return x.reshape(*x.shape[:-1], width // LANES, LANES)
+
+    rows = jax.tree.map(fold, given._replace(start=None, lengths=None, scales=()))
+    operands = rows._replace(start=given.start, lengths=given.lengths, scales=given.scales)
+    leaves, tree = jax.tree.flatten(operands)
+    ring = jax.new_ref(fold(state))
+
+    def kernel(*refs, **scratch):
+        operands, (ring_ref, *out_refs) = refs[: len(leaves)], refs[len(leaves) :]
+        options = {"tokens": tokens, "eps": eps, "norm_eps": norm_eps, "peers": peers}
+        _body(tree.unflatten(operands), ring_ref, out_refs, **options, **scratch)
+
+    def out(dtype):
+        return jax.ShapeDtypeStruct(rows.u.shape, dtype)
+
+    blocks = len(given.blocks)
+    scratch = {
+        "sources": plgpu.SMEM((blocks, *rows.u.shape[2:]), jnp.float32),
+        "arrived": plgpu.Barrier(num_arrivals=blocks),
+    }
+    if peers:
+        scratch["done"] = plgpu.SemaphoreType.REGULAR
+    *z, partial, scale = plgpu.kernel(
+        kernel,
+        out_type=(
+            *(out(dtype) for _ in given.norms),
+            out(jnp.float32),
+            jax.ShapeDtypeStruct((batch, tokens), jnp.float32),
+        ),
+        scratch_types=scratch,
+        grid=(batch * tokens,),
+        grid_names=("line",),
+        kernel_name="allreduce_conv_mix" if peers else "conv_mix",
         interpret=interpret,
-        name="conv_mix_accumulate",
-    )(*inputs)
-    return out, state, products
+    )(*leaves, ring)
+    shape = given.u.shape
+    z = tuple(x.reshape(shape) for x in z)
+    return z, partial.reshape(shape), scale, ring[...].reshape(state.shape)
 
 
-def _accumulate_body(count, keep, tiles, u_ref, source_ref, query_ref, weight_ref, state_ref,
-                     start_ref, length_ref, *rest):  # fmt: skip
-    *partial_ref, new_state_ref, product_ref, out_ref = rest
-    _, tokens, parts, _ = u_ref.shape
-    taps, slots = weight_ref.shape[1], state_ref.shape[1]
-    chunk, line = pl.program_id(0), pl.program_id(1)
-    row, token = lax.div(line, tokens), lax.rem(line, tokens)
-    start = start_ref[row]
-    column = chunk * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+def _body(given, ring_ref, out_refs, sources, arrived, done=None, *, tokens, eps, norm_eps, peers):
+    *z_refs, partial_ref, scale_ref = out_refs
+    line = lax.axis_index("line")
+    at = lax.div(line, tokens), lax.rem(line, tokens)  # row, token
+    for i, block in enumerate(given.blocks):
+        plgpu.copy_gmem_to_smem(block.at[at], sources.at[i], arrived)
 
-    @pl.when(token < length_ref[row])
+    group, parts = _group(peers), _parts(ring_ref.shape[2])
+    value = [_add(given, ring_ref, group, at, part) for part in parts]
+    for peer in group:
+        pl.semaphore_signal(done, device_id=peer)
+    for x, part in zip(value, parts, strict=True):
+        partial_ref[(*at, part)] = x
+    scale = _inverse_rms(value, eps)
+    scale_ref[at] = scale
+
+    plgpu.barrier_wait(arrived)
+    scales = [ref[at] for ref in given.scales] + [scale]
+    root = math.sqrt(sum(x.size for x in value))
+
+    def source(i):
+        return [sources[i, part] for part in parts] if i < len(given.blocks) else value
+
+    for n, (z_ref, norm) in enumerate(zip(z_refs, given.norms, strict=True)):
+        query = [given.queries[n, part] for part in parts]
+        scores = [_dot(source(i), query) * (s / root) for i, s in enumerate(scales)]
+        top = functools.reduce(jnp.maximum, scores)
+        shares = [jnp.exp(score - top) for score in scores]
+        total = sum(shares)
+        mixed = [jnp.zeros_like(x) for x in value]
+        for i, (share, s) in enumerate(zip(shares, scales, strict=True)):
+            factor = share / total * s
+            mixed = [m + x * factor for m, x in zip(mixed, source(i), strict=True)]
+        unit = _inverse_rms(mixed, norm_eps)
+        for x, part in zip(mixed, parts, strict=True):
+            z_ref[(*at, part)] = (x * unit * norm[part].astype(jnp.float32)).astype(z_ref.dtype)
+    if group:
+        pl.semaphore_wait(done, len(group))
+
+
+def _group(peers) -> list[dict[str, Any]]:
+    """Where the devices of the group lie on the mesh, in the order of their ranks."""
+    if not peers:
+        return []
+    sizes = [range(lax.axis_size(axis)) for axis in peers]
+    return [dict(zip(peers, map(jnp.int32, at), strict=True)) for at in itertools.product(*sizes)]
+
+
+def _parts(size):
+    """A row is handled in parts, so that what is loaded at a time fits the registers."""
+    step = next(step for step in range(MAX_PART, 0, -1) if size % step == 0)
+    return [pl.ds(first, step) for first in range(0, size, step)]
+
+
+def _add(given, ring_ref, group, at, part):
+    """Convolves a part of the row and adds it to the running sum; keeps its input if valid."""
+    (row, token), taps, slots = at, given.weight.shape[0], ring_ref.shape[1]
+    start, tokens = given.start[row], given.u.shape[1]
+    refs = [plgpu.remote_ref(given.u, peer) for peer in group] or [given.u]
+
+    def new(back):  # the input of the token so many before this one, from this very call
+        before = jnp.maximum(token - back, 0)
+        return functools.reduce(jnp.add, [ref[row, before, part] for ref in refs])
+
+    now = new(0)
+    value = now * (given.weight[taps - 1, part] + 1)
+    for back in range(1, taps):
+        position = start + token - back
+        past = ring_ref[row, lax.rem(jnp.maximum(position, 0), slots), part]
+        past = _select(position >= 0, past, jnp.zeros_like(past))
+        if back < tokens:
+            past = _select(token >= back, new(back), past)
+        value += given.weight[taps - 1 - back, part] * past
+
+    @pl.when(token < given.lengths[row])
     def _():
-        y = jnp.zeros(column.shape, jnp.float32)
-        for j in range(taps):
-            back = taps - 1 - j
-            new = jnp.broadcast_to(token >= back, column.shape)  # an input of this very call
-            at = jnp.maximum(token - back, 0)
-            tap = jnp.zeros(column.shape, jnp.float32)
-            for part in range(parts):
-                tap += plt.load(u_ref.at[row, at, part, column], mask=new, other=0)
-            if back:
-                position = start + token - back
-                old = ~new & (position >= 0)
-                slot = lax.rem(jnp.maximum(position, 0), slots)
-                tap += plt.load(state_ref.at[row, slot, column], mask=old, other=0)
-            y += tap * weight_ref[column, j]
-        new_state_ref[row, lax.rem(start + token, slots), column] = tap
-        value = (y + tap) * (1 / math.sqrt(taps + 1))
-        if partial_ref:
-            value += partial_ref[0][row, token, column].astype(jnp.float32)
-        if keep:
-            rounded = value.astype(out_ref.dtype)
-            out_ref[count, row, token, column] = rounded
-            value = rounded.astype(jnp.float32)
-        else:
-            out_ref[row, token, column] = value
-        index = jnp.arange(SLOTS, dtype=jnp.int32)
-        source = _sources(source_ref, count, row, token, column, value)
-        for n in range(query_ref.shape[0]):
-            product_ref[line, chunk, n, index] = (source * query_ref[n, column][None]).sum(axis=1)
-        product_ref[line, chunk, query_ref.shape[0], index] = (source * value[None]).sum(axis=1)
+        ring_ref[row, lax.rem(start + token, slots), part] = now
+
+    value *= 1 / math.sqrt(taps + 1)
+    return value if given.partial is None else value + given.partial[row, token, part]
 
 
-def _sources(source_ref, count, row, token, column, partial):
-    """[16, columns]: the finished blocks, the partial in place `count`, zeros."""
-    index = jnp.arange(SLOTS, dtype=jnp.int32)[:, None]
-    at = source_ref.at[jnp.minimum(index, source_ref.shape[0] - 1), row, token, column[None]]
-    blocks = plt.load(at, mask=index < count, other=0).astype(jnp.float32)
-    return jnp.where(index == count, partial[None], blocks)
+def _select(condition, x, y):
+    """`jnp.where` for a scalar condition, which Mosaic does not broadcast."""
+    return jnp.where(jnp.broadcast_to(condition, x.shape), x, y)
 
 
-def apply(partial, products, sources, gram, queries, norms, lengths, count, eps, tiles, interpret):
-    """Mixes and normalises: z [nq, B, T, D] and the Gram matrix with the partial's products."""
-    batch, tokens, width = sources.shape[1:]
-    inputs = [products, sources, gram, norms, lengths] + ([] if partial is None else [partial])
-    return pl.pallas_call(
-        functools.partial(_apply_body, count, eps, tiles),
-        grid=(width // tiles.columns, batch * tokens),
-        out_shape=[
-            jax.ShapeDtypeStruct((queries.shape[0], batch, tokens, width), sources.dtype),
-            jax.ShapeDtypeStruct(gram.shape, gram.dtype),
-        ],
-        input_output_aliases={2: 1},
-        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=1),
-        interpret=interpret,
-        name="conv_mix_apply",
-    )(*inputs)
+def _dot(x, y):
+    """The inner product of two rows in parts."""
+    return jnp.sum(sum(a * b for a, b in zip(x, y, strict=True)))
 
 
-def _apply_body(count, eps, tiles, product_ref, source_ref, gram_ref, norm_ref, length_ref, *rest):
-    *partial_ref, z_ref, new_gram_ref = rest
-    _, _, tokens, width = source_ref.shape
-    _, chunks, groups, _ = product_ref.shape
-    chunk, line = pl.program_id(0), pl.program_id(1)
-    row, token = lax.div(line, tokens), lax.rem(line, tokens)
-    column = chunk * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
-
-    @pl.when(token < length_ref[row])
-    def _():
-        index = jnp.arange(SLOTS, dtype=jnp.int32)
-        each = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)[:, None]
-
-        def total(group):
-            at = product_ref.at[line, jnp.minimum(each, chunks - 1), group, index[None]]
-            return plt.load(at, mask=each < chunks, other=0).sum(axis=0)
-
-        cross = total(groups - 1)
-        # Every program reads the finished blocks' entries, which the store below leaves alone.
-        down, along = index[:, None], index[None]
-        old = plt.load(gram_ref.at[row, token, down, along], mask=(down < count) & (along < count),
-                       other=0)  # fmt: skip
-        gram = jnp.where(down == count, cross[None], jnp.where(along == count, cross[:, None], old))
-        edge = jnp.maximum(down, along) == count
-
-        @pl.when(chunk == 0)
-        def _():
-            plt.store(new_gram_ref.at[row, token, down, along], gram, mask=edge)
-
-        square = jnp.where(down == along, gram, 0).sum(axis=0)
-        inverse = lax.rsqrt(square / width + eps)
-        if partial_ref:
-            partial = partial_ref[0][row, token, column].astype(jnp.float32)
-        else:
-            partial = source_ref[count, row, token, column].astype(jnp.float32)
-        source = _sources(source_ref, count, row, token, column, partial)
-        for n in range(groups - 1):
-            score = total(n) * inverse * (1 / math.sqrt(width))
-            score = jnp.where(index <= count, score, -jnp.inf)
-            share = jnp.exp(score - score.max())
-            share = share / share.sum() * inverse
-            power = (gram * share[:, None] * share[None]).sum()
-            mixed = (source * share[:, None]).sum(axis=0) * lax.rsqrt(power / width + eps)
-            z = mixed * norm_ref[n, column].astype(jnp.float32)
-            z_ref[n, row, token, column] = z.astype(z_ref.dtype)
+def _inverse_rms(x, eps):
+    return lax.rsqrt(_dot(x, x) * (1 / sum(part.size for part in x)) + eps)

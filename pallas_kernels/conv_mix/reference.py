@@ -15,35 +15,37 @@ def short_conv(
     before = position[:, : taps - 1]
     past = jnp.where(before[..., None] < 0, 0, state[row, before % slots])
     valid = (jnp.arange(tokens) < lengths[:, None])[..., None]
-    u = jnp.where(valid, u, 0).astype(jnp.float32)
+    u = jnp.where(valid, u, 0)
     line = jnp.concatenate([past, u], axis=1)
     y = sum(weight[:, j] * line[:, j : j + tokens] for j in range(taps)) + u
     slot = jnp.where(valid[..., 0], position[:, taps - 1 :] % slots, slots)
     return y / jnp.sqrt(jnp.float32(taps + 1)), state.at[row, slot].set(u, mode="drop")
 
 
-def mix(query: jax.Array, sources: jax.Array, eps: float) -> jax.Array:
-    """Softmax-weighted sum of the normalised sources [n, ..., D] by `query` [D], in float32."""
-    x = sources.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    p = jax.nn.softmax((x @ query) / jnp.sqrt(jnp.float32(query.shape[0])), axis=0)
-    return (p[..., None] * x).sum(axis=0)
+def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    """1 / rms of the rows of [..., D]."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1) + eps)
+
+
+def mix(query: jax.Array, sources: jax.Array) -> jax.Array:
+    """Softmax-weighted sum of normalised sources [n, ..., D] by `query` [D], in float32."""
+    p = jax.nn.softmax((sources @ query) / jnp.sqrt(jnp.float32(query.shape[0])), axis=0)
+    return (p[..., None] * sources).sum(axis=0)
 
 
 def conv_mix(
-    u, partial, sources, gram, queries, norms, weight, state, start, lengths, *, count, keep, eps
-):
+    u, partial, blocks, scales, queries, norms, weight, state, start, lengths, *, dtype, eps,
+    norm_eps,
+):  # fmt: skip
     """Arguments and results as `pallas_kernels.conv_mix.conv_mix`."""
-    y, state = short_conv(u.astype(jnp.float32).sum(axis=2), weight, state, start, lengths)
-    partial = y if partial is None else partial.astype(jnp.float32) + y
-    if keep:
-        sources = sources.at[count].set(partial.astype(sources.dtype))
-        partial = sources[count].astype(jnp.float32)
-    every = jnp.concatenate([sources[:count].astype(jnp.float32), partial[None]])
-    products = jnp.einsum("nbtd,btd->btn", every, partial)
-    gram = gram.at[:, :, count, : count + 1].set(products)
-    gram = gram.at[:, :, : count + 1, count].set(products)
-    mixed = jnp.stack([mix(query, every, eps) for query in queries])
-    z = mixed * jax.lax.rsqrt(jnp.mean(mixed * mixed, axis=-1, keepdims=True) + eps)
-    z = (z * norms[:, None, None].astype(jnp.float32)).astype(sources.dtype)
-    return z, partial, sources, gram, state
+    y, state = short_conv(u, weight, state, start, lengths)
+    partial = y if partial is None else partial + y
+    scale = inverse_rms(partial, eps)
+    pairs = zip((*blocks, partial), (*scales, scale), strict=True)
+    sources = jnp.stack([x * s[..., None] for x, s in pairs])
+    z = []
+    for query, norm in zip(queries, norms, strict=True):
+        mixed = mix(query, sources)
+        normed = mixed * inverse_rms(mixed, norm_eps)[..., None]
+        z.append((normed * norm.astype(jnp.float32)).astype(dtype))
+    return tuple(z), partial, scale, state
