@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         unembed,
     )
     from inkling_jax.outputs import GenerationOutput, Score, StreamPiece
+    from inkling_jax.planning.report import Plan, plan
     from inkling_jax.sampling import Sampling
     from inkling_jax.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ __all__ = [
     "GenerationOutput",
     "InputError",
     "Inspection",
+    "Plan",
     "Sampling",
     "SamplingParams",
     "Score",
@@ -49,6 +51,7 @@ __all__ = [
     "inkling2_small",
     "inspect",
     "load",
+    "plan",
     "prefill",
     "rollback",
     "unembed",
@@ -61,6 +64,7 @@ _HOME = {
     "GenerationOutput": "outputs",
     "InputError": "errors",
     "Inspection": "inspection",
+    "Plan": "planning.report",
     "Sampling": "sampling",
     "SamplingParams": "sampling_params",
     "Score": "outputs",
@@ -79,6 +83,7 @@ _HOME = {
     "inkling2_small": "config",
     "inspect": "inspection",
     "load": "engine",
+    "plan": "planning.report",
     "prefill": "generation",
     "rollback": "cache",
     "unembed": "model",

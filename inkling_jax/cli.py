@@ -23,6 +23,7 @@ COMMANDS = {
     "score": "give the log probability of every token of a sequence",
     "convert": "turn a published directory into an Orbax checkpoint",
     "inspect": "show what a model directory holds and what memory it needs",
+    "plan": "tell whether a model fits a mesh of devices, and how fast it can be, without either",
     "env": "show versions, devices and the kernels that would run",
     "demo": "convert the shipped model, answer a question and describe a picture",
 }

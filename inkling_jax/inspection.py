@@ -84,8 +84,8 @@ def inspect(
     parameters, nbytes = collections.Counter(), collections.Counter()
     for variable in params.values():
         value = variable.get_value()
-        parameters[_format(value)] += math.prod(value.shape)
-        nbytes[_format(value)] += sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(value))
+        parameters[format_of(value)] += math.prod(value.shape)
+        nbytes[format_of(value)] += sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(value))
     layers = range(config.text.num_hidden_layers)
     cache = jax.eval_shape(
         functools.partial(init_cache, config.text, 1, context, 1, jnp.dtype(jnp.bfloat16))
@@ -96,7 +96,7 @@ def inspect(
         config=config,
         formats={name: Share(parameters[name], size) for name, size in nbytes.most_common()},
         expert_formats=tuple(
-            _format(params["layers", i, "moe", "w13"].get_value()) for i in layers
+            format_of(params["layers", i, "moe", "w13"].get_value()) for i in layers
         ),
         tokenizer=(directory / "tokenizer.json").is_file(),
         template=(directory / "chat_template.jinja").is_file(),
@@ -105,5 +105,6 @@ def inspect(
     )
 
 
-def _format(value: jax.ShapeDtypeStruct | QuantTensor) -> str:
+def format_of(value: jax.ShapeDtypeStruct | QuantTensor) -> str:
+    """Returns the name of a format, packed or not."""
     return value.format if isinstance(value, QuantTensor) else value.dtype.name

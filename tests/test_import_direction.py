@@ -45,6 +45,7 @@ ROWS = (
     {"hub"},
     {"loading"},
     {"load_drafter", "inspection"},
+    {"planning"},
     {"drafting"},
     {"engine"},
     {"__init__"},

@@ -1,0 +1,1 @@
+"""What a model needs on a mesh of devices that need not be there, from shapes alone."""
