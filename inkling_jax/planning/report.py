@@ -159,7 +159,9 @@ def plan(
         works.append(floors.step(name, shard, local, 0, tokens, 1, split_tokens=sp == "on"))
     steps = tuple(_step(work, device) for work in works)
     verify = next(step for step in steps if step.work.name == f"verify {BLOCK}")
-    held = {sp: floors.activation_bytes(shard, local * tokens, sp == "on") for sp in switched}
+    held: dict[Switch, int] = {
+        sp: floors.activation_bytes(shard, local * tokens, sp == "on") for sp in switched
+    }
 
     def compiled(name: str, sp: Switch, new: int) -> Program:
         made = make_mesh(switched[sp], found)
@@ -205,9 +207,7 @@ def _hardware(name: str | None, mesh: str) -> str:
 
 
 def _check(text: TextConfig, context: int, batch: int, tokens: int, acceptance: float) -> None:
-    most = text.max_position_embeddings
-    if not 1 <= context <= most:
-        raise InputError(f"context is {context}, this model reads 1 to {most} tokens")
+    text.check_context(context)
     if not 1 <= tokens <= context:
         raise InputError(f"prefill is {tokens} tokens, with this context it can be 1 to {context}")
     if not 1 <= batch <= MOST_ROWS:

@@ -1,8 +1,8 @@
 """Abstract parameters and caches, and what of them lies on one device of a mesh."""
 
-import collections
 import functools
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,16 @@ def device_weights(params: nnx.State, mesh: AbstractMesh) -> tuple[Weights, ...]
     Raises:
       MeshError: the mesh does not divide them.
     """
-    nbytes, elements = collections.Counter(), collections.Counter()
+    nbytes: Counter[tuple[str, str]] = Counter()
+    elements: Counter[tuple[str, str]] = Counter()
     for path, variable in nnx.to_flat_state(_shards(params, param_specs(params, mesh), mesh)):
         value = variable.get_value()
         key = _part(path), format_of(value)
         nbytes[key] += _nbytes(value)
         elements[key] += math.prod(value.shape)
-    return tuple(Weights(*key, size, elements[key]) for key, size in nbytes.most_common())
+    return tuple(
+        Weights(part, fmt, size, elements[part, fmt]) for (part, fmt), size in nbytes.most_common()
+    )
 
 
 def device_cache(text: TextConfig, rows: int, context: int, mesh: AbstractMesh) -> tuple[int, int]:
