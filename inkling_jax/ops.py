@@ -44,7 +44,6 @@ prepare = jax.jit(
 )
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
 _conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=("dtype", "eps", "norm_eps"))
-_route = jax.jit(router.route, static_argnames=("k", "scale"))
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, str] = {}
