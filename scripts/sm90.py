@@ -20,7 +20,14 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    SingleDeviceSharding,
+)
 from jax.sharding import PartitionSpec as P
 
 from inkling_jax.planning.hardware import HARDWARE
@@ -66,7 +73,10 @@ def compile_h200(
       donate_argnums: as `jax.jit` takes them.
       mesh: from `h200_mesh`; Pallas-Triton does not lower for it.
     """
-    sharding = NamedSharding(mesh or h200_mesh({"x": 1}), P())
+    if mesh:
+        sharding = NamedSharding(mesh, P())
+    else:
+        sharding = SingleDeviceSharding(h200_mesh({"x": 1}).devices.item())
     device = AbstractDevice("NVIDIA H200", None, "cuda")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     options = {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"} if dump else {}
