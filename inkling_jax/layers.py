@@ -57,7 +57,7 @@ def einsum(equation: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]
 def rounded(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     """x in `dtype` for good, where a plain conversion that is converted back may be dropped.
 
-    XLA drops it on a GPU. That does no harm where more precision is allowed and nothing else sees
+    XLA drops it for a GPU. That does no harm where more precision is allowed and nothing else sees
     the rounded value.
     """
     info = jnp.finfo(dtype)

@@ -100,6 +100,24 @@ def test_logprobs_are_those_of_scoring(engine):
     assert score.perplexity == pytest.approx(np.exp(-score.sum / 15))
 
 
+@pytest.mark.parametrize("edge", [8, 32])
+def test_the_edge_of_a_bucket_changes_nothing(engine, edge):  # JX-05
+    longest = [int(t) for t in np.random.default_rng(1).integers(0, 40, edge + 1)]
+    whole = engine.score(longest, logits=True)
+    lengths = (edge - 1, edge, edge + 1)
+    for n in lengths:
+        np.testing.assert_allclose(
+            engine.score(longest[:n]).logprobs, whole.logprobs[: n - 1], atol=1e-5
+        )
+    one = dataclasses.replace(GREEDY, max_tokens=1, logprobs=0)
+    for output, n in zip(
+        engine.generate([longest[:n] for n in lengths], one), lengths, strict=True
+    ):
+        logprobs = jax.nn.log_softmax(whole.logits[n - 1])
+        assert output.token_ids == [int(logprobs.argmax())]
+        np.testing.assert_allclose(output.logprobs[0].logprob, logprobs.max(), atol=1e-5)
+
+
 def test_pictures_take_the_place_of_their_placeholders(engine):
     rng = np.random.default_rng(0)
     image, other = picture(rng), picture(rng)

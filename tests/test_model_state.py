@@ -21,7 +21,7 @@ def whole():
     return read_in_chunks(tiny_params(), TINY, TOKENS, [WIDTH], WIDTH)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 9, 16, 36])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 9, 16, 17, 36])
 def test_chunked_prefill_equals_whole(whole, size):
     sizes = [size] * (WIDTH // size) + [WIDTH % size] * (WIDTH % size > 0)
     logits, cache = read_in_chunks(tiny_params(), TINY, TOKENS, sizes, WIDTH)
