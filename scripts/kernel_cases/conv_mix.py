@@ -33,7 +33,7 @@ def _case(batch, tokens, queries=1, plain=False):
         return carry
 
     def result(run, carry, shared):
-        return run(**carry, **shared, **OPTIONS)
+        return tuple(run(**carry, **shared, **OPTIONS))
 
     return Case(
         "conv_mix", "plain xla" if plain else "default",
