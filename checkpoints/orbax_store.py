@@ -2,7 +2,7 @@
 
 An array is uncompressed zarr v3 in a directory of its own, as Orbax lays them out without OCDBT: a
 chunk's file holds rows of the array as they lie in memory. They are written as plain files, which
-copies less than tensorstore does; most of the time goes into SHA-256, the fastest digest of
+copies less than tensorstore does; the largest single cost is SHA-256, the fastest sound digest of
 hashlib where the processor has instructions for it. An interrupted conversion keeps the arrays
 that are finished: those whose `zarr.json`, written last, is there. A file is on the disk before the
 next one says that it is, so that this also holds for a machine that stops.
