@@ -2,16 +2,13 @@
 
 An array is uncompressed zarr v3 in a directory of its own, as Orbax lays them out without OCDBT: a
 chunk's file holds rows of the array as they lie in memory. They are written as plain files, which
-copies less than tensorstore does; the largest single cost is SHA-256, the fastest sound digest of
-hashlib where the processor has instructions for it. An interrupted conversion keeps the arrays
-that are finished: those whose `zarr.json`, written last, is there. A file is on the disk before the
-next one says that it is, so that this also holds for a machine that stops.
+copies less than tensorstore does. Digests are XXH3: they find damage, and cost a tenth of SHA-256,
+which took as long as reading and writing. An interrupted conversion keeps the arrays that are
+finished: those whose `zarr.json`, written last, is there and whose bytes have the digest in it.
 """
 
-import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import xxhash
 
 from checkpoints.key_map import ShapeDtype
 from checkpoints.transforms import Leaf
@@ -27,7 +25,7 @@ from checkpoints.transforms import Path as LeafPath
 from inkling_jax.errors import report
 
 CHUNK_BYTES = 64 << 20  # of a file; an array's last one is padded with zeros, as zarr wants it
-PIECE_BYTES = 256 << 10  # read, hashed and written at once: more falls out of the processor's cache
+PIECE_BYTES = 1 << 20  # read, hashed and written at once; half and twice as much were slower
 
 
 def array_name(path: LeafPath) -> str:
@@ -39,7 +37,7 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
     """Streams one array to `directory`/name; `advance` is told of the bytes as they are written."""
     folder = directory / array_name(leaf.path)
     folder.mkdir(exist_ok=True)
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     row = leaf.nbytes // leaf.shape[0]
     rows = min(leaf.shape[0], max(1, CHUNK_BYTES // row))
     buffer = np.empty(PIECE_BYTES, np.uint8)
@@ -54,7 +52,6 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
                     chunk.write(data)
                 advance(chunk.tell())
                 chunk.truncate(rows * row)
-                os.fsync(chunk.fileno())
     described = {
         "zarr_format": 3,
         "node_type": "array",
@@ -68,18 +65,15 @@ def write_array(directory: Path, leaf: Leaf, advance: Callable[[int], Any]) -> N
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         "fill_value": 0,
-        "attributes": {"sha256": digest.hexdigest(), "made_of": leaf.names},
+        "attributes": {"xxh3_128": digest.hexdigest(), "made_of": leaf.names},
     }
     write_whole(folder / "zarr.json", json.dumps(described).encode())
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file that is never seen half-written, and waits until it is on the disk."""
+    """Writes a file that is never seen half-written."""
     unfinished = file.with_name(file.name + ".tmp")
-    with unfinished.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
+    unfinished.write_bytes(content)
     unfinished.rename(file)
 
 
@@ -111,7 +105,7 @@ def is_intact(folder: Path) -> bool:
         return False
     shape, dtype = described["shape"], np.dtype(described["data_type"])
     (rows, *_) = described["chunk_grid"]["configuration"]["chunk_shape"]
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     for name, start, stop in _chunks(shape, rows):
         left = (stop - start) * dtype.itemsize
         try:
@@ -121,7 +115,7 @@ def is_intact(folder: Path) -> bool:
                     left -= len(data)
         except FileNotFoundError:
             return False
-    return digest.hexdigest() == described["attributes"]["sha256"]
+    return digest.hexdigest() == described["attributes"]["xxh3_128"]
 
 
 def write_tree(directory: Path, paths: Iterable[LeafPath]) -> None:
