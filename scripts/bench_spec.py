@@ -135,6 +135,8 @@ def main() -> None:
             )
             write()
     prompts = [draw(kind, source, 500 + i) for i in range(args.speed) for kind in KINDS[:2]]
+    if not prompts:
+        return
     engines = {"none": with_width(None)} | {str(w): with_width(w) for w in (*args.widths, "auto")}
     with concurrent.futures.ThreadPoolExecutor() as pool:  # programs compile at the same time
         list(pool.map(lambda e: speed(e, prompts[:2], 1.0, ignore_eos=True), engines.values()))
@@ -177,7 +179,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="nano's corpus")
     parser.add_argument("--out", type=Path, required=True, help="result, without a suffix")
     parser.add_argument("--prompts", type=int, default=112, help="of each kind, at least")
-    parser.add_argument("--speed", type=int, default=32, help="prompts of each kind to time")
+    parser.add_argument("--speed", type=int, default=32, help="prompts of each kind to time, or 0")
     parser.add_argument("--widths", type=int, nargs="*", default=[3, 5, 7])
     return parser.parse_args()
 
