@@ -54,9 +54,9 @@ def packed_params():
 
 def sums_and_gathers(program):
     """Counts the collectives of a program by kind and by where in the model they are."""
-    pattern = r"(all-|reduce-|collective-)([a-z]*)(?:-start)?\(.*op_name=\"([^\"]*)\""
-    found = re.findall(pattern, program)
-    return Counter((kind + what, name.removeprefix("jit(run)/")) for kind, what, name in found)
+    kinds = "all-[a-z]*|reduce-scatter|collective-[a-z]*"
+    found = re.findall(rf"({kinds})(?:-start)?\(.*op_name=\"([^\"]*)\"", program)
+    return Counter((kind, name.removeprefix("jit(run)/")) for kind, name in found)
 
 
 @functools.partial(jax.jit, static_argnames="config")
