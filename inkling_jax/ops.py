@@ -1,7 +1,7 @@
 """The one place that chooses between a kernel of `pallas_kernels` and its plain version.
 
-A choice depends on the device, the dtypes and the shapes alone, is made while a function is traced
-and is logged once: as a warning where a GPU has the kernel and the kernel refuses.
+A choice depends on the device, the dtypes, the shapes and `SWITCH`, is made while a function is
+traced and is logged once: as a warning where a GPU has the kernel and the kernel refuses.
 """
 
 import functools

@@ -66,7 +66,7 @@ def test_reference_logits_and_greedy_tokens(name):
 
 
 def test_bfloat16_picks_the_same_tokens_as_float32():
-    """At 99 % of the positions of replies, within one bfloat16 step elsewhere; at 97 % of text.
+    """At 99 % of the positions of replies, within one bfloat16 step elsewhere; at 98 % of text.
 
     Text is full of near ties, of tokens and of experts, and one step can tip them.
     """
@@ -99,4 +99,4 @@ def test_bfloat16_picks_the_same_tokens_as_float32():
     assert count >= 1000 and len(gaps) <= 0.01 * count
     assert (gaps <= 1).all()
     count, gaps = compare(low[text], high[text])
-    assert count >= 1000 and len(gaps) <= 0.03 * count
+    assert count >= 1000 and len(gaps) <= 0.02 * count
