@@ -38,7 +38,7 @@ from inkling_jax.loading import load_params, pack_for_kernels
 from inkling_jax.model import encode_image, forward
 from inkling_jax.quant import QuantTensor, dequantize
 
-ANCHORS_LONG, ANCHORS_SHORT = 96, 24  # of a row
+ANCHORS_LONG, ANCHORS_SHORT = 96, 40  # of a row
 WARMUP, LOG_SECONDS, SAVE_SECONDS = 0.03, 10, 60
 HELD_OUT_TURNS = 6
 
@@ -212,7 +212,6 @@ def main() -> None:
     continuations = data.Continuations(drawing, config, source)
     stream = data.stream(args.work, continuations, progress["step"], args.pool, args.workers)
     step = functools.partial(train_step, drafter=drafter, config=config, optimizer=optimizer)
-    programs = {}
 
     def compile_for(batch: data.Batch):
         count = anchors_of(batch)
@@ -222,10 +221,12 @@ def main() -> None:
     def rate_at(share: float) -> float:
         return args.rate * min(share / WARMUP, 1.0, max(1.2 * (1 - share), 0.0))
 
-    queue = [next(stream) for _ in range(2)]
+    queue, futures = [], {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        shapes = {b.tokens.shape: b for b in queue}
-        futures = {shape: pool.submit(compile_for, b) for shape, b in shapes.items()}
+        while len(queue) < data.TURNS:  # some of every shape
+            queue.append(next(stream))
+            if (shape := queue[-1].tokens.shape) not in futures:
+                futures[shape] = pool.submit(compile_for, queue[-1])
         programs = {shape: future.result() for shape, future in futures.items()}
     log(event="compiled", shapes=[list(shape) for shape in programs])
 
@@ -336,7 +337,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--reserve", type=float, default=60.0, help="seconds for the calibration")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--block-size", type=int, default=7)
-    parser.add_argument("--pool", type=int, default=160, help="batches of continuations")
+    parser.add_argument("--pool", type=int, default=40, help="batches of continuations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 2, 1))
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a drafter of inkling-jax-nano learns from: nano's corpus, and nano's own continuations."""
+"""What a drafter of inkling-jax-nano learns from: right replies, and nano's own continuations."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +14,11 @@ from inkling_jax import generation
 from inkling_jax.config import Config
 from inkling_jax.sampling import Sampling, keys_from_seeds
 
-# Rows of 2,048 tokens of the corpus, of which replies are learnt; text comes in continuations.
+# Rows of 2,048 tokens with pictures and keys far back, of which replies are learnt.
 LONG = batches.Sizes(text=0, retrieval=3, chats=5, read_documents=False)
-PROMPT, REPLY, ROWS = 256, 256, 32  # of a batch of continuations
-AT_ONCE = 2  # batches that are drawn together, the most tokens that the experts' kernel takes
-CONTINUED_TURN = 3  # every third batch is of continuations
+PROMPT, REPLY, ROWS = 256, 256, 32  # of the other batches
+AT_ONCE = 2  # batches of continuations drawn together, the most tokens that the kernel takes
+LONG_TURN, CONTINUED_TURN, TURNS = 0, 4, 8  # of so many batches; at the other turns: replies
 
 
 class Batch(NamedTuple):
@@ -94,32 +94,69 @@ class Continuations:
         ]
 
 
+def make_replies(source: batches.Source, seed: int) -> Batch:
+    """Makes a batch of small tasks and of keys hidden in a passage, with their right answers."""
+    rng = np.random.default_rng([5, seed])
+    width = PROMPT + REPLY
+    tokens, mask = np.zeros((ROWS, width), np.int32), np.zeros((ROWS, width), bool)
+    lengths = np.zeros(ROWS, np.int32)
+    for i in range(ROWS):
+        turns = _chat(rng, source) if i % 2 else _passage(rng, source)
+        row, task = batches.conversation(source, turns, batches.CHAT)
+        lengths[i] = min(len(row), width)
+        tokens[i, : lengths[i]] = row[:width]
+        mask[i, : lengths[i]] = task[:width] != batches.NONE
+    return _without_pictures(tokens, mask, lengths)
+
+
+def _chat(rng: np.random.Generator, source: batches.Source) -> list[tasks.Turn]:
+    count = range(int(rng.integers(1, 9)))
+    return [tasks.chat_task(rng, source.words, source.facts) for _ in count]
+
+
+def _passage(rng: np.random.Generator, source: batches.Source) -> list[tasks.Turn]:
+    names = tasks.keys(rng, source.words, int(rng.integers(1, 5)))
+    start = int(rng.integers(len(source.tokens) - PROMPT))
+    passage = source.tokens[start : start + int(rng.integers(PROMPT // 4, PROMPT))]
+    text = source.tokenizer.decode(passage)
+    (first, answer), *others = [tasks.ask(*key) for key in rng.permutation(list(names.items()))]
+    return [(f"{tasks.hide(rng, text, names)}\n\n{first}", answer), *others]
+
+
 def _without_pictures(tokens, mask, lengths) -> Batch:
     index = np.full(tokens.shape, -1, np.int32)
     tiles = np.zeros((1, 6, 40, 40, 3), np.uint8)
     return Batch(tokens, mask, lengths, index, tiles, np.ones((1, 2), np.int32))
 
 
+def _replies_of(work: Path, seed: int) -> Batch:
+    return make_replies(batches.worker_source(work), seed)
+
+
 def stream(
     work: Path, continuations: Continuations, first: int, pool: int, workers: int
 ) -> Iterator[Batch]:
-    """Yields batches from step `first` on: one of continuations, two of the corpus, and so on.
+    """Yields batches from step `first` on: in turn, one long, one continued, six of replies.
 
     Args:
       pool: how many batches of continuations are made; then they come again.
     """
     made: dict[int, list[Batch]] = {}
-    corpus = batches.stream(work, 5 * 10**8 + first, LONG, workers)
+    corpus = batches.stream(work, 5 * 10**8 + first, LONG, workers // 2)
+    replies = batches.ahead(_replies_of, work, first, workers // 2)
     try:
         while True:
-            turn, other = divmod(first, CONTINUED_TURN)
-            if other:
+            turn, kind = divmod(first, TURNS)
+            if kind == LONG_TURN:
                 yield of_corpus(next(corpus))
-            else:
+            elif kind == CONTINUED_TURN:
                 seed, part = divmod(turn % pool, AT_ONCE)
                 if seed not in made:
                     made[seed] = continuations.make(seed)
                 yield made[seed][part]
+            else:
+                yield next(replies)
             first += 1
     finally:
         corpus.close()
+        replies.close()

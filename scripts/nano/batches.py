@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,7 +175,7 @@ def _retrieval_row(rng: np.random.Generator, source: Source, sizes: Sizes) -> Ro
     chosen = rng.permutation(list(names))[:turns]
     asked = [tasks.ask(name, names[name]) for name in chosen]
     asked[0] = (f"{text}\n\n{asked[0][0]}", asked[0][1])
-    tokens, task = _conversation(source, asked, RETRIEVAL)
+    tokens, task = conversation(source, asked, RETRIEVAL)
     if sizes.read_documents and not source.held_out:
         task = np.where(task == NONE, TEXT, task)
     return tokens, task
@@ -196,7 +196,7 @@ def _chat_row(
         else:
             turns = range(int(rng.integers(1, 4)))
             chat = [tasks.chat_task(rng, source.words, source.facts) for _ in turns]
-            chats.append(_conversation(source, chat, CHAT, effort=_effort(rng)))
+            chats.append(conversation(source, chat, CHAT, effort=_effort(rng)))
     tokens, task = (np.concatenate(x) for x in zip(*chats, strict=True))
     return (tokens, task), shown
 
@@ -210,7 +210,7 @@ def _picture_chat(
         count = int(rng.integers(1, 5))
         turns = [pictures.question(rng, picture, shares) for _ in range(count)]
     image = {"role": "user", "content": [{"type": "image"}]}
-    return _conversation(
+    return conversation(
         source, turns, PICTURE, [image], tiles=len(picture.cells), effort=_effort(rng)
     )
 
@@ -219,7 +219,7 @@ def _effort(rng: np.random.Generator) -> float | None:
     return round(float(rng.uniform(0, 0.99)), 1) if rng.random() < 0.15 else None
 
 
-def _conversation(source, turns, kind: int, messages=(), tiles=0, effort=None) -> Row:
+def conversation(source, turns, kind: int, messages=(), tiles=0, effort=None) -> Row:
     """Encodes a chat; what the model says counts for `kind`, the rest for nothing."""
     messages = list(messages)
     for question, answer in turns:
@@ -245,21 +245,29 @@ def _stack(rows: list[Row], length: int, tokenizer: Tokenizer) -> tuple[np.ndarr
 
 
 @functools.cache
-def _worker_source(folder: Path) -> Source:
+def worker_source(folder: Path) -> Source:
+    """Opens the training documents once in a process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return open_source(folder, held_out=False)
 
 
-def _work(folder: Path, seed: int, sizes: Sizes) -> Batch:
-    return make_batch(_worker_source(folder), seed, sizes)
+def _work(folder: Path, seed: int, *, sizes: Sizes) -> Batch:
+    return make_batch(worker_source(folder), seed, sizes)
 
 
 def stream(folder: Path, first: int, sizes: Sizes, workers: int) -> Iterator[Batch]:
     """Yields the training batches of seeds `first`, `first` + 1, … in order."""
+    return ahead(functools.partial(_work, sizes=sizes), folder, first, workers)
+
+
+def ahead[Made](
+    make: Callable[[Path, int], Made], folder: Path, first: int, workers: int
+) -> Iterator[Made]:
+    """Yields `make(folder, seed)` for seeds from `first` on, which other processes work ahead."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         waiting: collections.deque = collections.deque()
         while True:
             while len(waiting) < 4 * workers:
-                waiting.append(pool.apply_async(_work, (folder, first, sizes)))
+                waiting.append(pool.apply_async(make, (folder, first)))
                 first += 1
             yield waiting.popleft().get()
