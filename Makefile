@@ -29,7 +29,7 @@ test-long: setup
 	$(PYTHON) -m pytest -n 2 -m long
 
 test-gpu: setup
-	INKLING_JAX_KERNELS=1 JAX_PLATFORMS=cuda,cpu $(PYTHON) -m pytest -m gpu --summary scripts/results/gpu_tests.json
+	JAX_PLATFORMS=cuda,cpu $(PYTHON) -m pytest -m gpu --summary scripts/results/gpu_tests.json
 
 lint: setup
 	$(PYTHON) -m ruff check

@@ -31,9 +31,8 @@ from pallas_kernels.moe_experts import PackedExperts, Plan
 OPERATIONS = ("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix")
 EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX = OPERATIONS
 KERNEL = "kernel"
-# Not all kernels have passed their tests on a GPU, so until then 1 turns them on.
-SWITCH = "INKLING_JAX_KERNELS"
-CAPABILITY = 9.0  # Hopper; newer devices run the same code
+SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off
+CAPABILITY = 9.0  # Hopper, where they are tested
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
 # Kernels are traced and lowered, which takes a second each, once for layers of the same shapes.
@@ -67,8 +66,8 @@ def device_refusal() -> str | None:
         return f"the platform is {platform}"
     if capability is not None and float(capability) < CAPABILITY:
         return f"the compute capability is {capability}, kernels need {CAPABILITY}"
-    if os.environ.get(SWITCH) != "1":
-        return f"kernels wait for {SWITCH}=1"
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 turns kernels off"
     return None
 
 

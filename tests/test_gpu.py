@@ -88,11 +88,11 @@ def test_bfloat16_picks_the_same_tokens_as_float32():
     lengths = np.array([len(ids) for ids, _ in rows], np.int32)
 
     @jax.jit(static_argnames="config")
-    def run(params, config):
+    def run(params, config, tokens, lengths):
         cache = init_cache(config.text, *tokens.shape, 1, params["embed"]["weight"].dtype)
         return unembed(params, config, forward(params, config, tokens, lengths, cache).hidden)
 
-    low, high = (np.asarray(run(m.params, m.config)) for m in models)
+    low, high = (np.asarray(run(m.params, m.config, tokens, lengths)) for m in models)
     text, reply = counts.copy(), counts.copy()
     text[ROWS:], reply[:ROWS] = False, False
     count, gaps = compare(low[reply], high[reply])
