@@ -52,7 +52,7 @@ def test_rounding_to_bfloat16_is_not_dropped():
     assert there_and_back(jnp.float32(1 + 2.0**-12)) == 1.0
 
 
-@pytest.mark.parametrize("name", ["small", "packed"])
+@pytest.mark.parametrize("name", ["small", "packed", "wide"])
 def test_reference_logits_and_greedy_tokens(name):
     expected = load_file(FIXTURES / name / "expected.safetensors")
     model = ij.load(FIXTURES / name / "checkpoint", dtype="float32")

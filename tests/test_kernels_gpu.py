@@ -15,7 +15,8 @@ import test_kernel_rel_attention_decode as attention
 import test_kernel_router as routing
 import test_kernel_sampling as ending
 import test_ops as step
-from test_gpu import NANO
+from safetensors.numpy import load_file
+from test_gpu import FIXTURES, NANO
 
 import inkling_jax as ij
 from inkling_jax import ops as inkling_ops
@@ -219,6 +220,25 @@ def test_a_decode_step_through_kernels(monkeypatch):
     packed = pack_for_kernels(step.bfloat16_params(), step.CONFIG)
     jax.clear_caches()  # what attends was chosen while tracing
     assert_close(step.read_twice(packed, tokens), plain, 2e-2)
+    assert set(inkling_ops.chosen().values()) == {inkling_ops.KERNEL}
+
+
+def test_a_reference_case_through_kernels():
+    """Prompts of the reference a few tokens at a time, as decoding reads them, in bfloat16."""
+    expected = load_file(FIXTURES / "wide" / "expected.safetensors")
+    model = ij.load(FIXTURES / "wide" / "checkpoint", dtype="bfloat16")
+    decode = jax.jit(ij.decode, static_argnums=1)
+    for key, width in (("text17", 1), ("text37", 8)):
+        tokens = jnp.asarray(expected[f"{key}.tokens"])[None]
+        cache = ij.init_cache(model.config.text, 1, tokens.shape[1] + width, width, jnp.bfloat16)
+        logits = []
+        for at in range(0, tokens.shape[1], width):
+            part = tokens[:, at : at + width]
+            count = jnp.array([part.shape[1]])
+            part = jnp.pad(part, ((0, 0), (0, width - part.shape[1])))
+            out, cache = decode(model.params, model.config, part, cache, count)
+            logits.append(out[0, : count[0]])
+        assert_close(jnp.concatenate(logits), expected[f"{key}.logits"], 3e-2)
     assert set(inkling_ops.chosen().values()) == {inkling_ops.KERNEL}
 
 

@@ -1,7 +1,8 @@
 """The whole model against transformers' float32, on the cases of tests/fixtures.
 
 They are made by scripts/reference/make_fixtures.sh: `small` has other heads, extents, kernel size
-and merge size in its two kinds of layers, `packed` NVFP4 and MXFP8 experts. Inputs were drawn so
+and merge size in its two kinds of layers, `packed` NVFP4 and MXFP8 experts. A third, `wide`, is
+compared on a GPU: kernels take its shapes. Inputs were drawn so
 that no router decision is a near tie, so float32 agrees everywhere: the bounds are rounding.
 """
 
