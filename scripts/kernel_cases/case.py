@@ -25,6 +25,7 @@ class Case:
       result: (carry, *args) -> arrays that are defined after such a call.
       expected: the same by the plain reference in float32.
       tolerance: norm of the error over the norm of what is expected, at most.
+      compared: not what the product runs, but what that is compared with.
     """
 
     op: str
@@ -37,6 +38,7 @@ class Case:
     result: Callable | None = None
     expected: Callable | None = None
     tolerance: float = 0.0
+    compared: bool = False
 
 
 def trivial_kernel(x):
