@@ -230,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 result["rows"] = with_ratios([*result["rows"], row])
                 write_json(args.out, result)
         print("", *map(describe, result["rows"]), sep="\n")
-        plot(result, args.out.with_suffix(".png"))
+        if result["rows"]:
+            plot(result, args.out.with_suffix(".png"))
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

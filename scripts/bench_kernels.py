@@ -35,12 +35,12 @@ PATIENCE = 90  # seconds that a group of cases waits for its slowest program
 
 
 class Programs(NamedTuple):
-    """What is compiled for a case; the last two are None where there is nothing to compare."""
+    """What is compiled for a case; None for what is not compared or not run by XLA."""
 
     setup: Future
-    loop: Future
-    result: Future | None = None
-    error: Future | None = None
+    loop: Future | None
+    result: Future | None
+    error: Future | None
 
 
 def compile_group(cases: list[Case], deadline: float) -> list[Programs]:
@@ -51,10 +51,15 @@ def compile_group(cases: list[Case], deadline: float) -> list[Programs]:
     begin = time.monotonic()
     pool = ThreadPoolExecutor(os.cpu_count())
     setups = {case.setup: pool.submit(compile_setup, case) for case in cases}
-    found = []
-    for case in cases:
-        parts = (compile_loop, compile_result, compile_error) if case.result else (compile_loop,)
-        found.append(Programs(setups[case.setup], *(pool.submit(part, case) for part in parts)))
+    found = [
+        Programs(
+            setups[case.setup],
+            None if case.outside else pool.submit(compile_loop, case),
+            None if case.outside or not case.result else pool.submit(compile_result, case),
+            pool.submit(compile_error, case) if case.expected else None,
+        )
+        for case in cases
+    ]
     wait(
         [future for programs in found for future in programs if future],
         timeout=min(PATIENCE, max(deadline - begin, 0)),
@@ -154,6 +159,8 @@ def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float)
                 row["share_of_ceiling"] = row["bytes"] / row["us"] / ceiling
             except (TimeoutError, CancelledError):
                 row["skipped"] = "the time was up"
+            except ImportError as error:
+                row["skipped"] = f"not installed: {error}"
             except Exception as error:  # one that fails must not hide the others
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
             print(f"{case.op:12} {case.variant:18} {case.shape:34}", describe(row), flush=True)
@@ -162,13 +169,18 @@ def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float)
 
 def measure(case: Case, programs: Programs, carry: Any, args: tuple, target: float) -> dict:
     """Checks and times one case; TimeoutError where a program is not compiled yet."""
-    row, loop = {}, programs.loop.result(timeout=0)
-    if programs.result and programs.error:
-        result, error = (future.result(timeout=0) for future in programs[2:])
-        poison(result)
-        relative = float(error(result(carry, *args), carry, *args))
+    _, loop, result, error = (future and future.result(timeout=0) for future in programs)
+    row = {}
+    if case.outside:
+        out, times = case.outside(carry, *args)
+    else:
+        if result:
+            poison(result)
+        out = result and result(carry, *args)
+        times = [t / case.calls for t in time_case(loop, carry, args, target)]
+    if error:
+        relative = float(error(out, carry, *args))
         row = {"relative_error": relative, "correct": relative <= case.tolerance}
-    times = [t / case.calls for t in time_case(loop, carry, args, target)]
     return row | {
         "us": statistics.median(times) * 1e6,
         "spread_us": (max(times) - min(times)) * 1e6,

@@ -1,5 +1,6 @@
 """Decode attention rows: contexts, queries, tiles."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from pallas_kernels.rel_attention_decode.shapes import (
     RANKS,
     WINDOW,
 )
+from scripts.kernel_cases import flex_attention
 from scripts.kernel_cases.case import CALLS, ROTATE, Case
 
 
@@ -37,6 +39,13 @@ def cases() -> Iterator[Case]:
     for stages in (4, 5):
         yield _case(8, context, config=tile(16, 64, 4, stages))
     yield _case(8, short, config=tile(16, 64, 4, 5))
+    for tokens, reach in ((1, short), (1, context), (8, context)):
+        yield dataclasses.replace(
+            _case(tokens, reach),
+            variant="torch flex_attention",
+            outside=flex_attention.timed,
+            compared=True,
+        )
 
 
 def _case(tokens, context, window=None, config=None, plain=False):

@@ -26,6 +26,8 @@ class Case:
       expected: the same by the plain reference in float32.
       tolerance: norm of the error over the norm of what is expected, at most.
       compared: not what the product runs, but what that is compared with.
+      outside: in place of `step` and `result`, for what XLA does not run: (carry, *args) -> (what
+        is compared, seconds per call several times); ImportError where it is not installed.
     """
 
     op: str
@@ -39,6 +41,7 @@ class Case:
     expected: Callable | None = None
     tolerance: float = 0.0
     compared: bool = False
+    outside: Callable | None = None
 
 
 def trivial_kernel(x):

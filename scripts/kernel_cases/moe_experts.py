@@ -37,14 +37,22 @@ def cases() -> Iterator[Case]:
         yield _case("nvfp4", tokens)
     yield _case("bfloat16", 1, experts=64)
     yield _case("nvfp4", 1, combine=False)
+    for tokens, inner in ((1, WIDTH), (8, WIDTH), (1, WIDTH_TP4)):
+        yield _case("nvfp4", tokens, inner, peer="jax-triton")
     yield _plain(1, experts=64)
 
 
-def _case(format, tokens, inner=None, experts=None, valid=None, combine=True):
+def _case(format, tokens, inner=None, experts=None, valid=None, combine=True, peer=None):
     inner, experts, valid = inner or WIDTH, experts or EXPERTS, valid or tokens
     distinct = min(valid * PICKS, 61 if tokens <= 8 else 286)
 
-    run = jax.jit(functools.partial(moe_experts.moe_experts_slots, **CAPS))
+    @jax.jit
+    def run(*inputs):
+        if peer:
+            from scripts.kernel_cases import triton_experts as peers  # needs its package
+
+            return peers.moe_experts_slots(*inputs, **CAPS)
+        return moe_experts.moe_experts_slots(*inputs, **CAPS)
 
     def step(i, x, weights, picked, plans, w13, w2):
         for call in range(CALLS):
@@ -71,11 +79,11 @@ def _case(format, tokens, inner=None, experts=None, valid=None, combine=True):
 
     note = f"{tokens} tok, {valid} valid" if valid < tokens else f"{tokens} tok"
     return Case(
-        "moe_experts", format + ("" if combine else ", no combine"),
+        "moe_experts", f"{format} {peer}" if peer else format + ("" if combine else ", no combine"),
         f"{note}, {distinct} experts, I {inner}",
         step, _setup(format, tokens, distinct, inner, experts, valid),
         distinct * _expert_bytes(format, inner),
-        result=result, expected=expected, tolerance=5e-3, compared=not combine,
+        result=result, expected=expected, tolerance=5e-3, compared=peer is not None or not combine,
     )  # fmt: skip
 
 
