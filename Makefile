@@ -2,8 +2,11 @@
 PYTHONS := python3.13 python3.12 python3 python
 EXTRAS ?= test,train
 PYTHON := .venv/bin/python
+# One test of each kernel.
+SANITIZED := moe_experts[576-counts1-nvfp4] or attention_decode[None-5] or conv_mix[5-3-bfloat16] \
+  or projections[rows1-8] or qkv_prep[True-5] or router[17] or sampling[distinct]
 
-.PHONY: setup demo test test-long test-gpu lint
+.PHONY: setup demo test test-long test-gpu sanitize-gpu lint
 
 setup: .venv/ready
 
@@ -30,6 +33,12 @@ test-long: setup
 
 test-gpu: setup
 	JAX_PLATFORMS=cuda,cpu $(PYTHON) -m pytest -m gpu --summary scripts/results/gpu_tests.json
+
+# Every buffer is an allocation of its own, so that a step over its end is seen.
+sanitize-gpu: setup
+	XLA_PYTHON_CLIENT_ALLOCATOR=platform INKLING_JAX_KERNELS=1 JAX_PLATFORMS=cuda,cpu \
+	  compute-sanitizer --error-exitcode 1 \
+	  $(PYTHON) -m pytest -m gpu tests/test_kernels_gpu.py -k '$(SANITIZED)'
 
 lint: setup
 	$(PYTHON) -m ruff check

@@ -1,21 +1,23 @@
 """Times the product's `decode` in a jitted `while_loop` at full width, on one GPU.
 
-Two parts of Inkling 2 Small fit one H200: `rank`, what one of four tensor-parallel ranks holds of
-all 48 layers (its collectives are left out), and `slice`, 12 layers of full width. Weights, keys
-and values are random and made on the device. Each step reads the tokens that the one before drew.
+Two parts of Inkling 2 Small fit one H200: `slice`, 12 layers of full width, and `rank`, what one of
+four tensor-parallel ranks holds of all 48 layers (its collectives are left out). Weights, keys and
+values are random and made on the device. Each step reads the tokens that the one before drew.
 
 A step's time is the difference of two trip counts of one program. Its floor is the bytes that it
 must read at the read rate measured first in the same run; how many experts differ among a step's
 picks is counted by a program of its own. Kernels and plain JAX take the same steps.
 
     PYTHONPATH=. XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python3 scripts/bench_decode.py
-      [--minutes 8] [--only rank/kernels,slice]
+      [--minutes 8] [--parts slice,rank] [--paths kernels,plain] [--tokens 1,8,4]
+      [--contexts 8192,102400]
 
-Writes scripts/results/decode_h200.json after every row, at the end a plot beside it.
+What is named first is traced and timed first. Writes scripts/results/decode_h200.json after every
+row and ends within seconds of `--minutes`, whatever still compiles then; at the end a plot beside
+the result.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -29,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from inkling_jax import ops
 from scripts.decode_step.parts import (
     MAX_BLOCK,
     ROOM,
@@ -40,9 +41,16 @@ from scripts.decode_step.parts import (
     random_params,
     smoke_size,
 )
-from scripts.decode_step.programs import Case, all_cases, compile_all, far_apart, launches
+from scripts.decode_step.programs import (
+    Case,
+    all_cases,
+    as_they_are_ready,
+    far_apart,
+    launches,
+    start_compiling,
+)
+from scripts.time_limit import leave, limited, write_json
 
-CONTEXTS, SMOKE_CONTEXTS = (8 * 1024, 100 * 1024), (32, 64)
 ACCEPTANCE = 3.5  # tokens a step, of the peer's announcement: for the projection
 SECONDS = 0.2  # per measurement
 FEW = 4  # trips
@@ -122,35 +130,26 @@ def against_floor(row: dict, part: Part, params: nnx.State, distinct: dict, rate
     return found
 
 
-def bench(
-    parts: list[Part],
-    contexts: tuple[int, ...],
-    only: tuple[str, ...],
-    rate: float,
-    deadline: float,
-) -> Iterator[dict[str, Any]]:
-    """Yields the rows that the time allows, those of the kernels first."""
-    for path in ("kernels", "plain"):
-        wanted = [case for case in all_cases(parts, path, contexts) if str(case).startswith(only)]
-        programs = compile_all(path, wanted, deadline)
-        chosen = ops.chosen()
-        for part in dict.fromkeys(case.part for case in wanted):
-            cases = [case for case in wanted if case.part is part and case in programs]
-            if not cases or time.monotonic() > deadline:
-                print(f"# {part.name}/{path}: the time is up", flush=True)
-                continue
-            params = jax.block_until_ready(random_params(part, path == "kernels"))
-            size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-            print(f"# {part.name}: {size / 1e9:.1f} GB", flush=True)
-            distinct = {}
-            if part in programs:
-                distinct = distinct_experts(programs[part], cases[0], params)
-            for case, context in ((c, context) for c in cases for context in c.contexts):
+def bench(part: Part, cases: list[Case], rate: float, deadline: float) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a part that the time allows, path by path."""
+    loops, picks, chosen = start_compiling(cases, deadline)
+    for path in chosen:
+        if time.monotonic() > deadline:
+            return
+        params = jax.block_until_ready(random_params(part, path == "kernels"))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        print(f"# {part.name}/{path}: {size / 1e9:.1f} GB", flush=True)
+        distinct = {}
+        for case, program in as_they_are_ready(loops, path, deadline):
+            counted = path == "kernels" and picks and picks.done() and not picks.exception()
+            if counted and not distinct:
+                distinct = distinct_experts(picks.result(), case, params)
+            for context in case.contexts:
                 if time.monotonic() > deadline:
-                    break
-                row = measure(case, programs[case], params, context) | {"chosen": chosen}
+                    return
+                row = measure(case, program, params, context) | {"chosen": chosen[path]}
                 yield row | (against_floor(row, part, params, distinct, rate) if distinct else {})
-            del params  # before the next part's are drawn
+        del params  # before the next path's are drawn
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
@@ -206,36 +205,54 @@ def plot(result: dict[str, Any], target: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark from the command line."""
+    args = _arguments(arguments)
+    git = ["git", "rev-parse", "HEAD"]
+    with limited(args.minutes) as deadline:
+        rate = read_rate(1 << 20 if args.smoke else 1 << 32)
+        print(f"# reading at {rate / 1e12:.2f} TB/s", flush=True)
+        result = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
+            "commit": args.commit or subprocess.check_output(git, text=True).strip(),
+            "left_out": "collectives, drafter, sampling (argmax instead), image tower",
+            "projection": f"{ACCEPTANCE} tokens a step of {MAX_BLOCK}, with all this left out",
+            "read_bytes_per_second": rate,
+            "rows": [],
+        }
+        parts = {part.name: part for part in (smoke_size() if args.smoke else full_size())}
+        for part in (parts[name] for name in args.parts):
+            cases = [
+                c for path in args.paths for c in all_cases(part, path, args.tokens, args.contexts)
+            ]
+            for row in bench(part, cases, rate, deadline):
+                print(describe(row), flush=True)
+                result["rows"] = with_ratios([*result["rows"], row])
+                write_json(args.out, result)
+        print("", *map(describe, result["rows"]), sep="\n")
+        if result["rows"]:
+            plot(result, args.out.with_suffix(".png"))
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    def words(text):
+        return tuple(text.split(","))
+
+    def numbers(text):
+        return tuple(map(int, words(text)))
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="comma-separated beginnings: rank/kernels/8, …")
-    parser.add_argument("--minutes", type=float, default=8, help="starts nothing after these")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a CPU")
+    parser.add_argument("--minutes", type=float, default=8, help="ends soon after these")
+    parser.add_argument("--parts", type=words, default=("slice", "rank"), help="of the model")
+    parser.add_argument("--paths", type=words, default=("kernels", "plain"))
+    parser.add_argument("--tokens", type=numbers, default=(1, 8, 4), help="a step, at most 8")
+    parser.add_argument("--contexts", type=numbers, default=(8 << 10, 100 << 10))
+    parser.add_argument("--smoke", action="store_true", help="a tiny rank, for a CPU")
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--out", type=Path, default=Path("scripts/results/decode_h200.json"))
-    args = parser.parse_args(arguments)
-    deadline = time.monotonic() + 60 * args.minutes
-    git = ["git", "rev-parse", "HEAD"]
-    rate = read_rate(1 << 20 if args.smoke else 1 << 32)
-    print(f"# reading at {rate / 1e12:.2f} TB/s", flush=True)
-    result = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": args.commit or subprocess.check_output(git, text=True).strip(),
-        "left_out": "collectives, drafter, sampling (argmax instead), image tower",
-        "projection": f"{ACCEPTANCE} tokens a step of {MAX_BLOCK}, with all this left out",
-        "read_bytes_per_second": rate,
-        "rows": [],
-    }
-    parts, contexts = (smoke_size(), SMOKE_CONTEXTS) if args.smoke else (full_size(), CONTEXTS)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    for row in bench(parts, contexts, tuple(args.only.split(",")), rate, deadline):
-        print(describe(row), flush=True)
-        result["rows"] = with_ratios([*result["rows"], row])
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print("", *map(describe, result["rows"]), sep="\n")
-    plot(result, args.out.with_suffix(".png"))
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
     main()
+    leave(0)

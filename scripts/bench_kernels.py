@@ -2,22 +2,23 @@
 
 Inputs are random and new in every run; a result is computed over memory filled with NaN. Every
 time is the difference of two trip counts of a jitted `while_loop`, so that launches cost what they
-cost in the product's decode loop. Weights and caches rotate through at least 4 x L2. The result is
-written after every row; a case that fails is marked and the next one runs.
+cost in the product's decode loop. Weights and caches rotate through at least 4 x L2.
 
-    python scripts/bench_kernels.py [--only moe,attention] [--minutes 9] [--out FILE.json]
+The product's kernels come first, then what they are compared with: other tiles, plain JAX, peers.
+The result is written after every row, and the script ends within seconds of `--minutes`, whatever
+still compiles then. A case that fails or does not compile in time is marked and the next one runs.
+
+    PYTHONPATH=. python3 scripts/bench_kernels.py [--only moe,attention] [--minutes 9]
 """
 
 import argparse
-import concurrent.futures
 import itertools
-import json
 import os
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,24 +27,55 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts import kernel_cases
 from scripts.kernel_cases import Case
+from scripts.time_limit import leave, limited, write_json
+
+PATIENCE = 90  # seconds that a group of cases waits for its slowest program
 
 
 class Programs(NamedTuple):
-    """A case compiled; `result` and `expected` are None where there is nothing to compare."""
+    """What is compiled for a case; None for what is not compared or not run by XLA."""
 
-    loop: Any
-    result: Any
-    expected: Any
+    setup: Future
+    loop: Future | None
+    result: Future | None
+    error: Future | None
 
 
-def compile_case(case: Case) -> Programs:
-    """Compiles the loop around `case.step`, and both sides of the comparison."""
-    begin = time.perf_counter()
-    inputs = jax.eval_shape(case.setup, jax.random.key(0))
-    carry, args = inputs
+def compile_group(cases: list[Case], deadline: float) -> list[Programs]:
+    """Compiles all programs of the cases side by side; returns when they are done or it is time.
+
+    Nothing is timed meanwhile: tracing holds the interpreter, and XLA tries variants on the device.
+    """
+    begin = time.monotonic()
+    pool = ThreadPoolExecutor(os.cpu_count())
+    setups = {case.setup: pool.submit(compile_setup, case) for case in cases}
+    found = [
+        Programs(
+            setups[case.setup],
+            None if case.outside else pool.submit(compile_loop, case),
+            None if case.outside or not case.result else pool.submit(compile_result, case),
+            pool.submit(compile_error, case) if case.expected else None,
+        )
+        for case in cases
+    ]
+    wait(
+        [future for programs in found for future in programs if future],
+        timeout=min(PATIENCE, max(deadline - begin, 0)),
+    )
+    pool.shutdown(wait=False, cancel_futures=True)
+    print(f"# {cases[0].op}: compiled for {time.monotonic() - begin:.1f} s", flush=True)
+    return found
+
+
+def compile_setup(case: Case) -> Any:
+    """key -> (carry, args)."""
+    return jax.jit(case.setup).lower(jax.random.key(0)).compile()
+
+
+def compile_loop(case: Case) -> Any:
+    """(trips, carry, *args) -> carry, with `case.step` as the body of the loop."""
 
     def loop(trips, carry, *args):
         def body(state):
@@ -51,33 +83,45 @@ def compile_case(case: Case) -> Programs:
 
         return lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), carry))[1]
 
-    def compiled(fn: Callable | None, *args):
-        return fn and jax.jit(fn).lower(*args).compile()
-
-    trips = jax.ShapeDtypeStruct((), jnp.int32)
-    programs = [compiled(loop, trips, carry, *args), compiled(case.result, carry, *args)]
-    with jax.default_matmul_precision("highest"):
-        programs.append(compiled(case.expected, carry, *args))
-    print(f"# {name(case)}: compiled in {time.perf_counter() - begin:.1f} s", flush=True)
-    return Programs(*programs)
+    return jax.jit(loop).lower(jnp.int32(0), *_inputs(case)).compile()
 
 
-def relative_error(programs: Programs, carry: Any, args: tuple) -> float:
-    """The largest norm of an error over the norm of what is expected; NaN where one is NaN."""
-    expected = jax.block_until_ready(programs.expected(carry, *args))
-    memory = programs.result.memory_analysis()
-    sizes = [a.nbytes for a in jax.tree.leaves(expected)] + [memory.temp_size_in_bytes]
-    # Freed again, these are where the allocator puts outputs and temporaries of the same sizes.
-    poison = [jnp.full(-(-size // 4), jnp.nan, jnp.float32) for size in sizes * 2]
-    jax.block_until_ready(poison)
-    del poison
-    out = programs.result(carry, *args)
+def compile_result(case: Case) -> Any:
+    """(carry, *args) -> what is compared."""
+    assert case.result
+    return jax.jit(case.result).lower(*_inputs(case)).compile()
+
+
+def compile_error(case: Case) -> Any:
+    """(result, carry, *args) -> the largest norm of an error over the norm of what is expected."""
+    assert case.result and case.expected
 
     def error(x, y):
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel())
 
-    return float(np.max(jax.tree.leaves(jax.tree.map(error, out, expected))))
+    def largest(result, *inputs):
+        errors = jax.tree.leaves(jax.tree.map(error, result, case.expected(*inputs)))
+        return jnp.stack(errors).max()  # NaN where one of them is
+
+    inputs = _inputs(case)
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(largest).lower(jax.eval_shape(case.result, *inputs), *inputs).compile()
+
+
+def _inputs(case: Case) -> tuple:
+    """The shapes of (carry, *args)."""
+    carry, args = jax.eval_shape(case.setup, jax.random.key(0))
+    return carry, *args
+
+
+def poison(result: Any) -> None:
+    """Fills with NaN the memory that the allocator will give to the program's next outputs."""
+    memory = result.memory_analysis()
+    sizes = [a.size * a.dtype.itemsize for a in jax.tree.leaves(result.out_info)]
+    sizes.append(memory.temp_size_in_bytes)
+    blocks = [np.full(-(-size // 4), np.nan, np.float32) for size in sizes]
+    jax.block_until_ready([jax.device_put(block) for block in blocks * 2])
 
 
 def time_case(loop: Any, carry: Any, args: tuple, target: float) -> list[float]:
@@ -96,45 +140,47 @@ def time_case(loop: Any, carry: Any, args: tuple, target: float) -> list[float]:
     return [(elapsed(more) - elapsed(few)) / (more - few) for _ in range(5)]
 
 
-def name(case: Case) -> str:
-    """The words of its row."""
-    return f"{case.op:12} {case.variant:18} {case.shape:34}"
-
-
 def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float) -> Iterator[dict]:
-    """Yields a row per case; each op's cases are compiled side by side, then run one by one."""
+    """Yields a row per case; neighbours of an op are compiled side by side, then run in turn."""
     ceiling, setup, inputs = None, None, None
-    for _, group in itertools.groupby(cases, key=lambda case: case.op):
+    for _, group in itertools.groupby(cases, key=lambda case: (case.op, case.compared)):
         group = list(group)
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            programs = [pool.submit(compile_case, case) for case in group]
-            concurrent.futures.wait(programs, timeout=max(deadline - time.monotonic(), 0))
-            for case, program in zip(group, programs, strict=True):
-                row = {"op": case.op, "variant": case.variant, "shape": case.shape}
-                try:
-                    if program.cancel() or time.monotonic() > deadline:
-                        row["skipped"] = "the time was up"
-                    else:
-                        if setup is not case.setup:
-                            setup = inputs = None  # frees the last inputs first
-                            inputs = jax.block_until_ready(case.setup(key))
-                            setup = case.setup
-                        row |= measure(case, program.result(), *inputs, target)
-                        ceiling = ceiling or row["bytes"] / row["us"]  # of the first case
-                        row["share_of_ceiling"] = row["bytes"] / row["us"] / ceiling
-                except Exception as error:  # one that fails must not hide the others
-                    row["error"] = f"{type(error).__name__}: {error}"[:600]
-                print(name(case), describe(row), flush=True)
-                yield row
+        for case, programs in zip(group, compile_group(group, deadline), strict=True):
+            row = {"op": case.op, "variant": case.variant, "shape": case.shape}
+            try:
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                if setup is not case.setup:
+                    setup = inputs = None  # frees the last inputs first
+                    inputs = jax.block_until_ready(programs.setup.result(timeout=0)(key))
+                    setup = case.setup
+                row |= measure(case, programs, *inputs, target)
+                ceiling = ceiling or row["bytes"] / row["us"]  # of the first case
+                row["share_of_ceiling"] = row["bytes"] / row["us"] / ceiling
+            except (TimeoutError, CancelledError):
+                row["skipped"] = "the time was up"
+            except ImportError as error:
+                row["skipped"] = f"not installed: {error}"
+            except Exception as error:  # one that fails must not hide the others
+                row["error"] = f"{type(error).__name__}: {error}"[:600]
+            print(f"{case.op:12} {case.variant:18} {case.shape:34}", describe(row), flush=True)
+            yield row
 
 
 def measure(case: Case, programs: Programs, carry: Any, args: tuple, target: float) -> dict:
-    """Checks and times one case."""
+    """Checks and times one case; TimeoutError where a program is not compiled yet."""
+    _, loop, result, error = (future and future.result(timeout=0) for future in programs)
     row = {}
-    if programs.expected:
-        error = relative_error(programs, carry, args)
-        row = {"relative_error": error, "correct": error <= case.tolerance}
-    times = [t / case.calls for t in time_case(programs.loop, carry, args, target)]
+    if case.outside:
+        out, times = case.outside(carry, *args)
+    else:
+        if result:
+            poison(result)
+        out = result and result(carry, *args)
+        times = [t / case.calls for t in time_case(loop, carry, args, target)]
+    if error:
+        relative = float(error(out, carry, *args))
+        row = {"relative_error": relative, "correct": relative <= case.tolerance}
     return row | {
         "us": statistics.median(times) * 1e6,
         "spread_us": (max(times) - min(times)) * 1e6,
@@ -159,31 +205,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 1 where a case failed or was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="comma-separated beginnings of op names")
-    parser.add_argument("--minutes", type=float, default=9, help="starts no case after these")
+    parser.add_argument("--minutes", type=float, default=9, help="ends soon after these")
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--out", type=Path, default=Path("scripts/results/kernels_h200.json"))
     parser.add_argument("--target", type=float, default=0.02, help="seconds per measurement")
     options = parser.parse_args(arguments)
-    deadline = time.monotonic() + 60 * options.minutes
     git = ["git", "rev-parse", "HEAD"]
     seed = int.from_bytes(os.urandom(4))
-    result = {
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
-        "commit": options.commit or subprocess.check_output(git, text=True).strip(),
-        "seed": seed,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     wanted = ("limit", *options.only.split(","))
     cases = [case for case in kernel_cases.cases() if case.op.startswith(wanted)]
     rows = []
-    for row in bench(cases, jax.random.key(seed), options.target, deadline):
-        rows.append(row)
-        options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    with limited(options.minutes) as deadline:
+        result = {
+            "device": jax.devices()[0].device_kind,
+            "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+            "commit": options.commit or subprocess.check_output(git, text=True).strip(),
+            "seed": seed,
+        }
+        for row in bench(cases, jax.random.key(seed), options.target, deadline):
+            rows.append(row)
+            write_json(options.out, result | {"rows": rows})
     failed = [row for row in rows if "error" in row or not row.get("correct", True)]
     print(f"# {len(rows)} cases, {len(failed)} failed or wrong, in {options.out}")
     return bool(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -33,12 +33,13 @@ def test_launches_are_those_of_the_loop_and_its_layers():
 def test_rows_in_small(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "decode.json"
-    only = "rank/kernels/4,rank/plain/1/64"
-    bench_decode.main(["--smoke", "--only", only, "--commit", "none", "--out", str(out)])
+    options = ["--smoke", "--parts", "rank", "--tokens", "4", "--contexts", "32,64"]
+    bench_decode.main([*options, "--commit", "none", "--out", str(out)])
     result = json.loads(out.read_text())
     rows = [(row["path"], row["tokens"], row["context"]) for row in result["rows"]]
-    assert rows == [("kernels", 4, 32), ("kernels", 4, 64), ("plain", 1, 64)]
-    kernels, longer, plain = result["rows"]
+    assert rows == [(path, 4, context) for path in ("kernels", "plain") for context in (32, 64)]
+    kernels, longer, plain, _ = result["rows"]
+    assert kernels["plain_takes"] > 0
     assert 8 < kernels["distinct_experts"] <= 16 and "bytes" not in plain
     cached = 2 * 32 * 2 * 128 * 4  # a full layer's keys and values: tokens, KV heads, size, float32
     assert longer["bytes"] - kernels["bytes"] == cached

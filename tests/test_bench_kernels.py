@@ -2,6 +2,11 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +80,8 @@ def test_every_variant_runs_and_is_right(op, tmp_path, monkeypatch):
     variants = {(case.op, case.variant): case for case in kernel_cases.cases()}
     monkeypatch.setattr(kernel_cases, "cases", variants.values)
     code, rows = bench(tmp_path / "rows.json", "--only", op)
-    assert [row for row in rows if not row.get("correct", "xla" in row["variant"])] == []
+    ran = [row for row in rows if "not installed" not in row.get("skipped", "")]
+    assert [row for row in ran if not row.get("correct", "xla" in row["variant"])] == []
     assert code == 0 and {row["op"] for row in rows} == {"limit", op}
 
 
@@ -98,6 +104,39 @@ def test_a_wrong_result_and_a_fault_are_marked_and_the_next_case_runs(tmp_path, 
     assert code == 1
     assert [row.get("correct") for row in rows] == [False, False, None, True]
     assert rows[2]["error"] == "ValueError: no such shape" and "us" in rows[3]
+
+
+def test_a_case_that_does_not_compile_in_time_is_skipped(tmp_path, monkeypatch):
+    over = threading.Event()
+
+    def stuck(i, x):
+        over.wait(60)
+        return x
+
+    cases = [adding(1.0, step=stuck), adding(1.0)]
+    monkeypatch.setattr(kernel_cases, "cases", lambda: cases)
+    monkeypatch.setattr(bench_kernels, "PATIENCE", 2)
+    code, rows = bench(tmp_path / "rows.json", "--target", "0.0001")
+    over.set()
+    assert code == 0 and rows[0]["skipped"] == "the time was up" and rows[1]["correct"]
+
+
+def test_the_process_ends_in_time_though_the_interpreter_is_held(tmp_path):
+    """A call that keeps the interpreter lock, as native code may, past the end of the time."""
+    program = """
+import ctypes, pathlib, sys
+from scripts import time_limit
+
+time_limit.GRACE = 0.5
+with time_limit.limited(1e-3):
+    time_limit.write_json(pathlib.Path(sys.argv[1]), {"rows": 1})
+    ctypes.PyDLL(None).sleep(60)
+"""
+    out, begin = tmp_path / "new" / "rows.json", time.monotonic()
+    command = [sys.executable, "-c", program, out]
+    run = subprocess.run(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True)
+    assert time.monotonic() - begin < 30 and run.returncode == 1
+    assert "Timeout" in run.stderr and json.loads(out.read_text()) == {"rows": 1}
 
 
 def test_nothing_starts_when_the_time_is_up(tmp_path, monkeypatch):

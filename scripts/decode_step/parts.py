@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def full_size() -> list[Part]:
-    """Returns one rank of four with all 48 layers, and 12 layers of full width."""
+    """Returns 12 layers of full width, and one rank of four with all 48 layers."""
     text = inkling2_small().text
     rank = dataclasses.replace(
         text,
@@ -49,8 +49,8 @@ def full_size() -> list[Part]:
     )
     layers = dataclasses.replace(text, num_hidden_layers=12, layer_types=text.layer_types[:12])
     return [
-        Part("rank", _config(rank), ("nvfp4",) * 40 + ("mxfp8",) * 8, jnp.bfloat16),
         Part("slice", _config(layers), ("nvfp4",) * 12, jnp.bfloat16),
+        Part("rank", _config(rank), ("nvfp4",) * 40 + ("mxfp8",) * 8, jnp.bfloat16),
     ]
 
 
@@ -61,7 +61,7 @@ def smoke_size() -> list[Part]:
         n_routed_experts=16, vocab_size=512, unpadded_vocab_size=500, sliding_window_size=16,
         rel_extent=16,
     )  # fmt: skip
-    rank = full_size()[0]
+    rank = full_size()[1]
     config = _config(dataclasses.replace(rank.config.text, **sizes))
     return [Part(rank.name, config, rank.formats[-2:], jnp.float32)]
 
@@ -87,6 +87,12 @@ def random_params(part: Part, packed: bool) -> nnx.State:
     return nnx.from_flat_state(
         [(path, v.replace(draw(index, path, v))) for index, (path, v) in enumerate(flat)]
     )
+
+
+@functools.cache
+def params_shapes(part: Part, packed: bool) -> nnx.State:
+    """Returns the shapes of `random_params`."""
+    return jax.eval_shape(lambda: random_params(part, packed))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

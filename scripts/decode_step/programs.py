@@ -1,9 +1,11 @@
 """Loops around the product's decode step: traced, compiled side by side, and looked into."""
 
-import concurrent.futures
+import itertools
 import os
 import re
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +15,7 @@ from inkling_jax import ops
 from inkling_jax.generation import decode
 from inkling_jax.model import forward
 from inkling_jax.moe import experts
-from scripts.decode_step.parts import MAX_BLOCK, Part, random_cache, random_params
+from scripts.decode_step.parts import MAX_BLOCK, Part, params_shapes, random_cache
 
 STRIDE = 7919  # between the ids of a step's tokens
 
@@ -30,11 +32,13 @@ class Case(NamedTuple):
         return f"{self.part.name}/{self.path}/{self.tokens}/{max(self.contexts)}"
 
 
-def all_cases(parts: list[Part], path: str, contexts: tuple[int, ...]) -> list[Case]:
-    """Lists the programs; kernels skip empty slots of a cache, the plain path reads them all."""
+def all_cases(
+    part: Part, path: str, tokens: tuple[int, ...], contexts: tuple[int, ...]
+) -> list[Case]:
+    """Lists a part's programs; kernels skip empty slots of a cache, the plain path reads them."""
     if path == "kernels":
-        return [Case(part, path, n, contexts) for part in parts for n in (1, 4, 8)]
-    return [Case(p, path, n, (context,)) for p in parts for n in (1, 8) for context in contexts]
+        return [Case(part, path, n, contexts) for n in tokens]
+    return [Case(part, path, n, (context,)) for n in tokens for context in contexts]
 
 
 def step_loop(case: Case) -> Any:
@@ -82,17 +86,28 @@ def far_apart(tokens: int) -> jax.Array:
 def inputs(case: Case) -> tuple:
     """Returns the shapes of ((tokens, cache), params)."""
     cache = jax.eval_shape(lambda: random_cache(case.part, max(case.contexts), 0))
-    params = jax.eval_shape(lambda: random_params(case.part, case.path == "kernels"))
-    return (jax.ShapeDtypeStruct((1, case.tokens), jnp.int32), cache), params
+    tokens = jax.ShapeDtypeStruct((1, case.tokens), jnp.int32)
+    return (tokens, cache), params_shapes(case.part, case.path == "kernels")
 
 
-def compile_all(path: str, cases: list[Case], deadline: float) -> dict[Case | Part, Any]:
-    """Compiles side by side a loop for each case and, for each part, what shows its picks.
+class Compiling(NamedTuple):
+    """What compiles in the background.
 
-    Returns what was ready in time: loops by their case, the others by their part.
+    Attributes:
+      loops: the loop of each case.
+      picks: shows what the largest kernel step picks; None without kernels.
+      chosen: of each path, what `ops` chose while its programs were traced.
     """
-    os.environ[ops.SWITCH] = str(int(path == "kernels"))  # is read while functions are traced
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+
+    loops: dict[Case, Future]
+    picks: Future | None
+    chosen: dict[str, dict[str, str]]
+
+
+def start_compiling(cases: list[Case], deadline: float) -> Compiling:
+    """Traces a part's programs until the deadline, each of which then compiles by itself."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    loops, picks, chosen = {}, None, {}
 
     def compiled(name, lowered):
         begin = time.monotonic()
@@ -104,18 +119,40 @@ def compile_all(path: str, cases: list[Case], deadline: float) -> dict[Case | Pa
         print(f"# {name}: compiled in {time.monotonic() - begin:.0f} s", flush=True)
         return program
 
-    futures = {}
-    for case in cases:
-        lowered = step_loop(case).lower(*inputs(case), jax.ShapeDtypeStruct((), jnp.int32))
-        futures[case] = pool.submit(compiled, case, lowered)
-    if path == "kernels":
-        for case in {case.part: case._replace(tokens=MAX_BLOCK) for case in cases}.values():
-            lowered = picks_of_a_step(case).lower(*inputs(case))
-            futures[case.part] = pool.submit(compiled, f"{case.part.name}/picks", lowered)
-    concurrent.futures.wait(futures.values(), timeout=max(deadline - time.monotonic(), 0))
-    pool.shutdown(wait=False, cancel_futures=True)
-    ready = {key: f for key, f in futures.items() if f.done() and not f.cancelled()}
-    return {key: f.result() for key, f in ready.items() if not f.exception()}
+    def start(name, fn, *shapes):
+        begin = time.monotonic()
+        lowered = fn.lower(*shapes)
+        print(f"# {name}: traced in {time.monotonic() - begin:.0f} s", flush=True)
+        return pool.submit(compiled, name, lowered)
+
+    for path, group in itertools.groupby(cases, key=lambda case: case.path):
+        os.environ[ops.SWITCH] = str(int(path == "kernels"))  # is read while functions are traced
+        for case in group:
+            if time.monotonic() > deadline:
+                break
+            trips = jax.ShapeDtypeStruct((), jnp.int32)
+            loops[case] = start(str(case), step_loop(case), *inputs(case), trips)
+            chosen[path] = ops.chosen()
+        if path == "kernels" and time.monotonic() < deadline:
+            case = cases[0]._replace(tokens=MAX_BLOCK)
+            picks = start(f"{case.part.name}/picks", picks_of_a_step(case), *inputs(case))
+    return Compiling(loops, picks, chosen)
+
+
+def as_they_are_ready(
+    loops: dict[Case, Future], path: str, deadline: float
+) -> Iterator[tuple[Case, Any]]:
+    """Yields a path's programs; waits for all of them, but each time half the time that is left.
+
+    While one runs nothing should compile, as XLA tries variants on the device.
+    """
+    pending = [case for case in loops if case.path == path]
+    while pending and (left := deadline - time.monotonic()) > 0:
+        wait([loops[case] for case in pending], timeout=left / 2)
+        for case in [case for case in pending if loops[case].done()]:
+            pending.remove(case)
+            if not loops[case].exception():
+                yield case, loops[case].result()
 
 
 def launches(program: str) -> tuple[int, int]:

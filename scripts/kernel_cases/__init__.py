@@ -18,7 +18,7 @@ __all__ = ["Case", "cases"]
 
 
 def cases() -> Iterator[Case]:
-    """Yields all rows; the first is the read ceiling."""
-    modules = limits, router, sampling, qkv_prep, conv_mix, projections, attention, moe_experts
-    for module in modules:
-        yield from module.cases()
+    """Yields all rows by importance; the first is the read ceiling."""
+    modules = limits, moe_experts, attention, projections, conv_mix, qkv_prep, router, sampling
+    rows = [case for module in modules for case in module.cases()]
+    yield from sorted(rows, key=lambda case: case.compared)

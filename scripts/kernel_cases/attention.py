@@ -1,5 +1,6 @@
 """Decode attention rows: contexts, queries, tiles."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from pallas_kernels.rel_attention_decode.shapes import (
     RANKS,
     WINDOW,
 )
+from scripts.kernel_cases import flex_attention
 from scripts.kernel_cases.case import CALLS, ROTATE, Case
 
 
@@ -24,18 +26,26 @@ def cases() -> Iterator[Case]:
     """Yields the rows."""
     tile = rel_attention_decode.TileConfig
     short, context, longest = CONTEXTS
-    for config in (None, tile(16, 128, 8, 3)):
-        yield _case(1, context, config=config)
-    yield _case(1, context, plain=True)
-    # One program per multiprocessor: a deeper pipeline costs nothing but shared memory.
-    for config in (None, *(tile(16, 64, 4, stages) for stages in (4, 5))):
-        yield _case(8, context, config=config)
+    yield _case(1, context)
+    yield _case(1, longest)
     yield _case(1, short)
-    for config in (None, tile(16, 64, 4, 5)):
-        yield _case(8, short, config=config)
+    yield _case(8, context)
+    yield _case(8, short)
     for tokens in (1, 8):
         yield _case(tokens, short, WINDOW)
-    yield _case(1, longest)
+    yield _case(1, context, plain=True)
+    yield _case(1, context, config=tile(16, 128, 8, 3))
+    # One program per multiprocessor: a deeper pipeline costs nothing but shared memory.
+    for stages in (4, 5):
+        yield _case(8, context, config=tile(16, 64, 4, stages))
+    yield _case(8, short, config=tile(16, 64, 4, 5))
+    for tokens, reach in ((1, short), (1, context), (8, context)):
+        yield dataclasses.replace(
+            _case(tokens, reach),
+            variant="torch flex_attention",
+            outside=flex_attention.timed,
+            compared=True,
+        )
 
 
 def _case(tokens, context, window=None, config=None, plain=False):
@@ -44,6 +54,7 @@ def _case(tokens, context, window=None, config=None, plain=False):
     copies = min(max(round(ROTATE / size), 1), 16)
     calls = max(copies, CALLS)
 
+    @jax.jit
     def attend(q, shared, k, v):
         if plain:
             return reference.rel_attention_decode(q=q, k=k, v=v, window=window, **shared)
@@ -68,7 +79,7 @@ def _case(tokens, context, window=None, config=None, plain=False):
         f"{tokens} q, {context}" + (f", window {window}" if window else ""),
         step, _setup(tokens, context, window, copies), size, calls,
         result=lambda q, shared, caches: attend(q, shared, *caches[0]),
-        expected=expected, tolerance=1e-2,
+        expected=expected, tolerance=1e-2, compared=plain or config is not None,
     )  # fmt: skip
 
 

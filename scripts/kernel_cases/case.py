@@ -25,6 +25,9 @@ class Case:
       result: (carry, *args) -> arrays that are defined after such a call.
       expected: the same by the plain reference in float32.
       tolerance: norm of the error over the norm of what is expected, at most.
+      compared: not what the product runs, but what that is compared with.
+      outside: in place of `step` and `result`, for what XLA does not run: (carry, *args) -> (what
+        is compared, seconds per call several times); ImportError where it is not installed.
     """
 
     op: str
@@ -37,6 +40,8 @@ class Case:
     result: Callable | None = None
     expected: Callable | None = None
     tolerance: float = 0.0
+    compared: bool = False
+    outside: Callable | None = None
 
 
 def trivial_kernel(x):

@@ -26,31 +26,38 @@ TRIPS = 16  # different choices of experts
 
 def cases() -> Iterator[Case]:
     """Yields the rows; the last is what XLA makes of gather, dequantize and two products."""
-    yield _case("nvfp4", 1)
-    yield _case("nvfp4", 1, combine=True)
-    yield _case("nvfp4", 8)
-    yield _case("nvfp4", 8, valid=1)
-    yield _case("nvfp4", 8, valid=4)
-    yield _case("nvfp4", 4)
-    yield _case("nvfp4", 64)
-    yield _case("nvfp4", 1, inner=WIDTH_TP4)
-    yield _case("nvfp4", 8, inner=WIDTH_TP4)
-    yield _case("mxfp8", 1, experts=128)
-    yield _case("mxfp8", 8, experts=128)
-    yield _case("mxfp8", 1, inner=WIDTH_TP4)
-    yield _case("mxfp8", 8, inner=WIDTH_TP4)
+    for tokens in (1, 8):
+        yield _case("nvfp4", tokens)
+        yield _case("nvfp4", tokens, inner=WIDTH_TP4)
+        yield _case("mxfp8", tokens, experts=128)
+        yield _case("mxfp8", tokens, inner=WIDTH_TP4)
+    for valid in (1, 2, 4, 6):
+        yield _case("nvfp4", 8, valid=valid)
+    for tokens in (2, 4, 6, 64):
+        yield _case("nvfp4", tokens)
     yield _case("bfloat16", 1, experts=64)
+    yield _case("nvfp4", 1, combine=False)
+    for tokens, inner in ((1, WIDTH), (8, WIDTH), (1, WIDTH_TP4)):
+        yield _case("nvfp4", tokens, inner, peer="jax-triton")
     yield _plain(1, experts=64)
 
 
-def _case(format, tokens, inner=None, experts=None, valid=None, combine=False):
+def _case(format, tokens, inner=None, experts=None, valid=None, combine=True, peer=None):
     inner, experts, valid = inner or WIDTH, experts or EXPERTS, valid or tokens
     distinct = min(valid * PICKS, 61 if tokens <= 8 else 286)
+
+    @jax.jit
+    def run(*inputs):
+        if peer:
+            from scripts.kernel_cases import triton_experts as peers  # needs its package
+
+            return peers.moe_experts_slots(*inputs, **CAPS)
+        return moe_experts.moe_experts_slots(*inputs, **CAPS)
 
     def step(i, x, weights, picked, plans, w13, w2):
         for call in range(CALLS):
             plan = jax.tree.map(lambda a, n=call: a[(CALLS * i + n) % a.shape[0]], plans)
-            y = moe_experts.moe_experts_slots(x, weights, plan, w13, w2, **CAPS)
+            y = run(x, weights, plan, w13, w2)
             if combine:
                 x = y.sum(axis=1).astype(x.dtype)
             else:  # the next call must wait for this one; a sliver of it costs no bandwidth
@@ -59,8 +66,7 @@ def _case(format, tokens, inner=None, experts=None, valid=None, combine=False):
 
     def result(x, weights, picked, plans, w13, w2):
         plan = jax.tree.map(lambda a: a[0], plans)
-        y = moe_experts.moe_experts_slots(x, weights, plan, w13, w2, **CAPS)
-        return y[:valid].sum(axis=1)
+        return run(x, weights, plan, w13, w2)[:valid].sum(axis=1)
 
     def expected(x, weights, picked, plans, w13, w2):
         def one(i):  # an expert at a time: all of them in float32 are too large
@@ -73,11 +79,11 @@ def _case(format, tokens, inner=None, experts=None, valid=None, combine=False):
 
     note = f"{tokens} tok, {valid} valid" if valid < tokens else f"{tokens} tok"
     return Case(
-        "moe_experts", format + (" + combine" if combine else ""),
+        "moe_experts", f"{format} {peer}" if peer else format + ("" if combine else ", no combine"),
         f"{note}, {distinct} experts, I {inner}",
         step, _setup(format, tokens, distinct, inner, experts, valid),
         distinct * _expert_bytes(format, inner),
-        result=result, expected=expected, tolerance=5e-3,
+        result=result, expected=expected, tolerance=5e-3, compared=peer is not None or not combine,
     )  # fmt: skip
 
 
@@ -160,5 +166,5 @@ def _plain(tokens, experts):
 
     return Case(
         "moe_experts", "nvfp4 plain xla", f"{tokens} tok, {PICKS * tokens} experts, I {WIDTH}",
-        step, setup, PICKS * tokens * _expert_bytes("nvfp4", WIDTH),
+        step, setup, PICKS * tokens * _expert_bytes("nvfp4", WIDTH), compared=True,
     )  # fmt: skip

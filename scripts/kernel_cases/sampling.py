@@ -24,6 +24,8 @@ def cases() -> Iterator[Case]:
 
 
 def _ends(variant, find, rows, k, p):
+    find = jax.jit(find)
+
     def step(i, logits, top_k, top_p):
         for _ in range(CALLS):
             value, token = find(logits, top_k, top_p)
@@ -38,6 +40,7 @@ def _ends(variant, find, rows, k, p):
         step, _setup(rows, k, p), 4 * rows * VOCABULARY,
         result=lambda *inputs: find(*inputs)[:judged],
         expected=lambda *inputs: reference.prefix_end(*inputs)[:judged], tolerance=1e-4,
+        compared=variant == "plain xla",
     )  # fmt: skip
 
 
@@ -51,8 +54,9 @@ def _draws(rows):
         return logits
 
     return Case(
-        "sampling", "xla draw", f"{rows} rows", step, _setup(rows, 1, 1.0), 4 * rows * VOCABULARY
-    )
+        "sampling", "xla draw", f"{rows} rows", step, _setup(rows, 1, 1.0), 4 * rows * VOCABULARY,
+        compared=True,
+    )  # fmt: skip
 
 
 @functools.cache

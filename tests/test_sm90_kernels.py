@@ -1,0 +1,39 @@
+"""The Pallas-Triton kernels, at production shapes, are built for an H200 without one."""
+
+import jax
+import pytest
+
+from scripts.kernel_cases import (
+    attention,
+    moe_experts,
+    projections,
+    qkv_prep,
+    router,
+    sampling,
+)
+
+pytestmark = pytest.mark.long
+MODULES = (attention, moe_experts, projections, qkv_prep, router, sampling)
+KERNELS = ("rel_attention_", "moe_experts_", "project", "qkv_prep", "router_", "sampling_")
+CASES = [
+    case
+    for module in MODULES
+    for case in module.cases()
+    if not case.compared and "valid" not in case.shape
+]
+
+
+@pytest.fixture(scope="module")
+def sm90():
+    pytest.importorskip("jax_cuda13_plugin", reason="needs the packages of jax[cuda13]")
+    from scripts import sm90
+
+    return sm90
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.variant} {case.shape}")
+def test_builds(case, sm90, tmp_path):
+    carry, args = jax.eval_shape(case.setup, jax.random.key(0))
+    found = sm90.resources(case.result, carry, *args, folder=tmp_path)
+    kernels = [kernel for kernel in found if kernel.name.startswith(KERNELS)]
+    assert kernels and [kernel for kernel in kernels if kernel.spills] == []
