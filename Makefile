@@ -36,7 +36,7 @@ test-gpu: setup
 
 # Every buffer is an allocation of its own, so that a step over its end is seen.
 sanitize-gpu: setup
-	XLA_PYTHON_CLIENT_ALLOCATOR=platform INKLING_JAX_KERNELS=1 JAX_PLATFORMS=cuda,cpu \
+	XLA_PYTHON_CLIENT_ALLOCATOR=platform JAX_PLATFORMS=cuda,cpu \
 	  compute-sanitizer --error-exitcode 1 \
 	  $(PYTHON) -m pytest -m gpu tests/test_kernels_gpu.py -k '$(SANITIZED)'
 
