@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from inkling_jax import ops
 from inkling_jax.config import TextConfig
 from inkling_jax.layers import einsum, param, softcap
-from inkling_jax.quant import Weights, dequantize
+from inkling_jax.quant import Weights, split_outer
 from pallas_kernels.moe_experts import Plan
 from sharding.collectives import Collectives
 
@@ -126,8 +126,9 @@ def _gathered(z, picks, weights, w13, w2, swish):
     """Every pick multiplies with its own copy of the expert it names."""
     flat = jnp.minimum(picks.reshape(-1), w13.shape[0] - 1)
     x = jnp.repeat(z, picks.shape[1], axis=0)
-    act = swish(einsum("nd,nfd->nf", x, dequantize(w13[flat], z.dtype))).astype(z.dtype)
-    y = einsum("nf,ndf->nd", act, dequantize(w2[flat], z.dtype))
+    (w13, scale13), (w2, scale2) = (split_outer(w[flat], z.dtype) for w in (w13, w2))
+    act = swish(scale13[:, None] * einsum("nd,nfd->nf", x, w13)).astype(z.dtype)
+    y = scale2[:, None] * einsum("nf,ndf->nd", act, w2)
     return einsum("tk,tkd->td", weights, y.reshape(*picks.shape, -1))
 
 
@@ -151,8 +152,9 @@ def _by_expert(z, picks, weights, w13, w2, swish):
         assignment, mine = order[at], rank < sizes[e]
         token = jnp.where(mine, assignment // k, z.shape[0])
         x = z.at[token].get(mode="fill", fill_value=0)
-        act = swish(einsum("nd,fd->nf", x, dequantize(w13[e[None]], z.dtype)[0])).astype(z.dtype)
-        y = einsum("nf,df->nd", act, dequantize(w2[e[None]], z.dtype)[0])
+        (own13, scale13), (own2, scale2) = (split_outer(w[e[None]], z.dtype) for w in (w13, w2))
+        act = swish(scale13[:, None] * einsum("nd,fd->nf", x, own13[0])).astype(z.dtype)
+        y = scale2[:, None] * einsum("nf,df->nd", act, own2[0])
         return out.at[token].add(weights.reshape(-1)[assignment, None] * y, mode="drop")
 
     return jax.lax.fori_loop(0, last_block[-1], visit, jnp.zeros(z.shape, jnp.float32))

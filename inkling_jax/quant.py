@@ -93,6 +93,19 @@ def dequantize(weights: Weights, dtype: DTypeLike) -> Float[Array, "_ _ _"]:
     return blocks.reshape(values.shape).astype(dtype)
 
 
+def split_outer(
+    weights: Weights, dtype: DTypeLike
+) -> tuple[Float[Array, "n _ _"], Float[Array, " n"]]:
+    """Returns matrices of `dtype` and the float32 factors that finish their products.
+
+    As in the kernel: packed values times block scales are exact in bfloat16, times `outer` not.
+    """
+    if not isinstance(weights, QuantTensor | PackedExperts) or weights.outer is None:
+        return dequantize(weights, dtype), jnp.ones(weights.shape[0], jnp.float32)
+    inner = dataclasses.replace(weights, outer=jnp.ones_like(weights.outer))
+    return dequantize(inner, dtype), weights.outer
+
+
 def quantize_mxfp8(w: Float[Array, "n R C"]) -> QuantTensor:
     """Rounds to MXFP8 with the scale that puts each block's largest value in e4m3's top binade."""
     blocks = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, MXFP8_BLOCK)

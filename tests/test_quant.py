@@ -64,3 +64,11 @@ def test_quantize_rounds_to_the_nearest(quantize, error):
         lambda a: (a.shape, a.dtype), abstract
     )
     np.testing.assert_allclose(quant.dequantize(quantize(again), jnp.float32), again, rtol=1e-5)
+
+
+@pytest.mark.parametrize("quantize", [quant.quantize_mxfp8, quant.quantize_nvfp4])
+def test_bfloat16_loses_nothing_of_a_packed_weight(quantize):
+    q = quantize(jax.random.normal(jax.random.key(0), (2, 8, 64)))
+    matrices, factors = quant.split_outer(q, jnp.bfloat16)
+    again = matrices.astype(jnp.float32) * factors[:, None, None]
+    np.testing.assert_allclose(again, quant.dequantize(q, jnp.float32), rtol=1e-6)
