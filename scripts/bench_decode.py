@@ -8,11 +8,11 @@ A step's time is the difference of two trip counts of one program. Its floor is 
 must read at the read rate measured first in the same run; how many experts differ among a step's
 picks is counted by a program of its own. Kernels and plain JAX take the same steps.
 
-    PYTHONPATH=. XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python3 scripts/bench_decode.py
+    PYTHONPATH=. XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 scripts/bench_decode.py
       [--minutes 8] [--parts slice,rank] [--paths kernels,plain] [--tokens 1,8,4]
       [--contexts 8192,102400]
 
-What is named first is traced and timed first. Writes scripts/results/decode_h200.json after every
+What is named first is compiled and timed first. Writes scripts/results/decode_h200.json after every
 row and ends within seconds of `--minutes`, whatever still compiles then; at the end a plot beside
 the result.
 """
@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,11 @@ from scripts.decode_step.parts import (
 )
 from scripts.decode_step.programs import (
     Case,
+    Program,
     all_cases,
     as_they_are_ready,
     far_apart,
-    launches,
+    load_picks,
     start_compiling,
 )
 from scripts.time_limit import leave, limited, write_json
@@ -88,21 +90,27 @@ def read_rate(size: int) -> float:
     return 4 * x.nbytes / statistics.median(step_seconds(run, jnp.float32(0), x, ROOM))
 
 
-def distinct_experts(program: Any, case: Case, params: nnx.State) -> dict[int, float]:
-    """Returns how many experts a layer reads, on the average, for the first n of 8 tokens."""
+def distinct_experts(case: Case, compiled: Future, params: nnx.State) -> dict[int, float]:
+    """Returns how many experts a layer reads, on the average, for the first n of 8 tokens.
+
+    Nothing where the program that shows the picks failed to build.
+    """
+    if error := compiled.exception():
+        print(f"# {case.part.name} picks: {type(error).__name__}: {error}", flush=True)
+        return {}
     context = max(case.contexts)
     carry = (far_apart(MAX_BLOCK), random_cache(case.part, context, context))
-    picks = np.asarray(program(carry, params))
+    picks = np.asarray(load_picks(case, compiled)(carry, params))
     counts = range(1, MAX_BLOCK + 1)
     return {n: statistics.mean(np.unique(layer[:n]).size for layer in picks) for n in counts}
 
 
-def measure(case: Case, program: Any, params: nnx.State, context: int) -> dict[str, Any]:
+def measure(case: Case, program: Program, params: nnx.State, context: int) -> dict[str, Any]:
     """Times a case at one context."""
     tokens = far_apart(case.tokens) % case.part.config.text.unpadded_vocab_size
     carry = (tokens, random_cache(case.part, max(case.contexts), context))
-    times = [1e3 * t for t in step_seconds(program, carry, params, ROOM // MAX_BLOCK)]
-    of_step, of_layers = launches(program.as_text())
+    times = [1e3 * t for t in step_seconds(program.run, carry, params, ROOM // MAX_BLOCK)]
+    of_step, of_layers = program.launches
     return {
         "part": case.part.name,
         "path": case.path,
@@ -112,6 +120,7 @@ def measure(case: Case, program: Any, params: nnx.State, context: int) -> dict[s
         "spread_ms": max(times) - min(times),
         "launches": of_step,
         "launches_per_layer": of_layers / case.part.config.text.num_hidden_layers,
+        "chosen": program.chosen,
     }
 
 
@@ -132,22 +141,21 @@ def against_floor(row: dict, part: Part, params: nnx.State, distinct: dict, rate
 
 def bench(part: Part, cases: list[Case], rate: float, deadline: float) -> Iterator[dict[str, Any]]:
     """Yields the rows of a part that the time allows, path by path."""
-    loops, picks, chosen = start_compiling(cases, deadline)
-    for path in chosen:
+    loops, picks = start_compiling(cases)
+    for path in dict.fromkeys(case.path for case in cases):
         if time.monotonic() > deadline:
             return
         params = jax.block_until_ready(random_params(part, path == "kernels"))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         print(f"# {part.name}/{path}: {size / 1e9:.1f} GB", flush=True)
-        distinct = {}
-        for case, program in as_they_are_ready(loops, path, deadline):
-            counted = path == "kernels" and picks and picks.done() and not picks.exception()
-            if counted and not distinct:
-                distinct = distinct_experts(picks.result(), case, params)
+        counts, distinct = [picks] if picks and path == "kernels" else [], {}
+        for case, program in as_they_are_ready(loops, path, counts, deadline):
+            if counts and counts[0].done():
+                distinct = distinct_experts(case, counts.pop(), params)
             for context in case.contexts:
                 if time.monotonic() > deadline:
                     return
-                row = measure(case, program, params, context) | {"chosen": chosen[path]}
+                row = measure(case, program, params, context)
                 yield row | (against_floor(row, part, params, distinct, rate) if distinct else {})
         del params  # before the next path's are drawn
 

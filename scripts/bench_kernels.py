@@ -44,7 +44,7 @@ class Programs(NamedTuple):
 
 
 def compile_group(cases: list[Case], deadline: float) -> list[Programs]:
-    """Compiles all programs of the cases side by side; returns when they are done or it is time.
+    """Compiles all programs of the cases side by side, for at most half the time that is left.
 
     Nothing is timed meanwhile: tracing holds the interpreter, and XLA tries variants on the device.
     """
@@ -62,7 +62,7 @@ def compile_group(cases: list[Case], deadline: float) -> list[Programs]:
     ]
     wait(
         [future for programs in found for future in programs if future],
-        timeout=min(PATIENCE, max(deadline - begin, 0)),
+        timeout=min(PATIENCE, max(deadline - begin, 0) / 2),
     )
     pool.shutdown(wait=False, cancel_futures=True)
     print(f"# {cases[0].op}: compiled for {time.monotonic() - begin:.1f} s", flush=True)

@@ -86,5 +86,6 @@ def test_refusals_name_the_value():
     assert "65 tokens" in unsupported(65, 4608, 8)
     assert "hidden size 40" in unsupported(1, 40, 8)
     assert "6 experts per token" in unsupported(1, 4608, 6)
+    assert "256 experts per token" in unsupported(1, 4608, 256)
     with pytest.raises(ValueError, match="3 experts per token"):
         route(*make_inputs(0, 1, 12, 32), k=3, scale=SCALE)

@@ -9,6 +9,7 @@ from pallas_kernels.router.tiles import TileConfig
 __all__ = ["Plan", "TileConfig", "route", "unsupported"]
 
 MAX_TOKENS = 64
+MAX_PICKS = 128  # in the kernel's bits
 
 
 def unsupported(tokens: int, hidden: int, k: int) -> str | None:
@@ -17,8 +18,8 @@ def unsupported(tokens: int, hidden: int, k: int) -> str | None:
         return f"{tokens} tokens, the decode kernel takes at most {MAX_TOKENS}"
     if hidden % 32:
         return f"hidden size {hidden} is not a multiple of 32"
-    if k & (k - 1):
-        return f"{k} experts per token are not a power of two"
+    if k & (k - 1) or k > MAX_PICKS:
+        return f"{k} experts per token are not a power of two up to {MAX_PICKS}"
     return None
 
 

@@ -1,7 +1,7 @@
 """The router as two Pallas-Triton kernels: scores of all experts, then the choice by one program.
 
 The choice needs all scores of a row and the plan all rows, so the boundary is the barrier. What
-tokens picked is kept as a mask of tokens x experts, whose sums along either axis give everything
+tokens picked is kept as bits over tokens x experts, whose sums along either axis give everything
 that the plan lists; nothing is sorted.
 """
 
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.moe_experts.plan import ROWS, Plan, work_items
-from pallas_kernels.router.tiles import TOKENS, TileConfig
+from pallas_kernels.router.tiles import SELECTED, TOKENS, TileConfig
 
 
 def scores(z: jax.Array, gate: jax.Array, tiles: TileConfig, interpret: bool) -> jax.Array:
@@ -73,50 +73,72 @@ def select(
 
 def _select_body(k, scale, score_ref, bias_ref, real_ref, pick_ref, weight_ref, *plan_ref):
     tokens, experts = score_ref.shape
-    row = jnp.arange(pl.next_power_of_2(tokens), dtype=jnp.int32)
-    token, expert = row[:, None], jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)[None]
-    real = plt.load(real_ref.at[row], mask=row < tokens, other=False)[:, None]
-    exists = real & (expert < experts)
-    biased = plt.load(score_ref.at[token, expert], mask=exists, other=0)
-    biased += plt.load(bias_ref.at[expert], mask=expert < experts, other=0)
-    # As `top_k` has it, NaN is above all.
-    biased = jnp.where(jnp.isnan(biased), jnp.inf, jnp.where(exists, biased, -jnp.inf))
-
+    size, bits = min(pl.next_power_of_2(tokens), SELECTED), k.bit_length()
+    turns = pl.cdiv(tokens, size)
+    rows = jnp.arange(size, dtype=jnp.int32)
+    expert = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)[None]
+    bias = plt.load(bias_ref.at[expert], mask=expert < experts, other=0)
     place = jnp.arange(k, dtype=jnp.int32)[None]
 
-    def pick(i, carry):
-        biased, slot, picks = carry
-        best = jnp.argmax(biased, axis=1).astype(jnp.int32)[:, None]
-        chosen = expert == best
-        return (
-            jnp.where(chosen, -jnp.inf, biased),
-            jnp.where(chosen & exists, token * k + i, slot),
-            jnp.where(place == i, best, picks),
-        )
+    def select(turn, carry):
+        nth, count = carry
+        row = turn * size + rows
+        token = row[:, None]
+        real = plt.load(real_ref.at[row], mask=row < tokens, other=False)[:, None]
+        exists = real & (expert < experts)
+        biased = plt.load(score_ref.at[token, expert], mask=exists, other=0) + bias
+        # As `top_k` has it, NaN is above all.
+        biased = jnp.where(jnp.isnan(biased), jnp.inf, jnp.where(exists, biased, -jnp.inf))
 
-    unpicked = jnp.full(biased.shape, -1, jnp.int32)  # the slot of the pick that chose an expert
-    picks = jnp.zeros((row.shape[0], k), jnp.int32)
-    _, slot, picks = lax.fori_loop(0, k, pick, (biased, unpicked, picks))
-    weights = plt.load(score_ref.at[token, picks], mask=real, other=0)
-    weights = weights / (weights.sum(axis=1)[:, None] + 1e-20) * scale
-    at, inside = (token, place), jnp.broadcast_to(token < tokens, picks.shape)
-    plt.store(pick_ref.at[at], jnp.where(real, picks, experts), mask=inside)
-    plt.store(weight_ref.at[at], jnp.where(real, weights, 0), mask=inside)
-    _store_plan(slot, *plan_ref)
+        def pick(i, carry):
+            biased, nth, picks = carry
+            best = jnp.argmax(biased, axis=1).astype(jnp.int32)[:, None]
+            chosen = expert == best
+            return (
+                jnp.where(chosen, -jnp.inf, biased),
+                jnp.where(chosen & exists, nth | lax.shift_left(i + 1, turn * bits), nth),
+                jnp.where(place == i, best, picks),
+            )
+
+        picks = jnp.zeros((size, k), jnp.int32)
+        _, nth, picks = lax.fori_loop(0, k, pick, (biased, nth, picks))
+        weights = plt.load(score_ref.at[token, picks], mask=real, other=0)
+        weights = weights / (weights.sum(axis=1)[:, None] + 1e-20) * scale
+        at, inside = (token, place), jnp.broadcast_to(token < tokens, picks.shape)
+        plt.store(pick_ref.at[at], jnp.where(real, picks, experts), mask=inside)
+        plt.store(weight_ref.at[at], jnp.where(real, weights, 0), mask=inside)
+        return nth, count + (_of_turn(nth, turn, bits) > 0).astype(jnp.int32).sum(axis=0)
+
+    # Scores of all tokens would not fit the registers: rows take turns, and of each stay only bits
+    # that say which of a token's picks an expert is, from 1.
+    nth = jnp.zeros((size, expert.shape[1]), jnp.int32)
+    nth, count = lax.fori_loop(0, turns, select, (nth, jnp.zeros(expert.shape[1], jnp.int32)))
+    *item_refs, order_ref = plan_ref
+    start = _store_items(count, pl.cdiv(tokens, ROWS), *item_refs)
+
+    def store_order(turn, start):
+        pick = _of_turn(nth, turn, bits)
+        picked = (pick > 0).astype(jnp.int32)
+        before = start[None] + jnp.cumsum(picked, axis=0) - 1
+        slot = (turn * size + rows)[:, None] * k + pick - 1
+        _store(order_ref, before, slot, pick > 0)
+        return start + picked.sum(axis=0)
+
+    lax.fori_loop(0, turns, store_order, start)
 
 
-def _store_plan(slot, expert_ref, start_ref, count_ref, order_ref):
-    """From slot [tokens, experts], -1 where a token did not pick an expert."""
-    picked = (slot >= 0).astype(jnp.int32)
-    count = picked.sum(axis=0)  # of an expert's tokens
+def _of_turn(nth, turn, bits):
+    return lax.shift_right_logical(nth, turn * bits) & (2**bits - 1)
+
+
+def _store_items(count, most, expert_ref, start_ref, count_ref):
+    """From the number of each expert's tokens; returns where they begin in the order."""
     items = (count + ROWS - 1) // ROWS
     # One running sum for both: neither reaches 2^16.
     until = jnp.cumsum(count + (items << 16))
     start, item = (until & 0xFFFF) - count, (until >> 16) - items
-    nth = jnp.cumsum(picked, axis=0) - 1
-    _store(order_ref, start[None] + nth, slot, slot >= 0)
     expert = jnp.arange(count.shape[0], dtype=jnp.int32)
-    for i in range(pl.cdiv(slot.shape[0], ROWS)):
+    for i in range(most):
         mine = i < items
         _store(expert_ref, item + i, expert, mine)
         _store(start_ref, item + i, start + i * ROWS, mine)
@@ -125,6 +147,7 @@ def _store_plan(slot, expert_ref, start_ref, count_ref, order_ref):
     idle = (rest >= items.sum()) & (rest < count_ref.shape[0])
     for ref in (expert_ref, start_ref, count_ref):
         _store(ref, rest, jnp.zeros(rest.shape, jnp.int32), idle)
+    return start
 
 
 def _store(ref, index, value, mask):

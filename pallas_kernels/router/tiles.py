@@ -3,6 +3,7 @@
 import dataclasses
 
 TOKENS = 8  # rows of activations that share one pass over the gate
+SELECTED = 16  # tokens whose experts are picked at a time
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""Loops around the product's decode step: traced, compiled side by side, and looked into."""
+"""Loops around the product's decode step: compiled side by side, and looked into."""
 
-import itertools
+import ctypes
+import multiprocessing
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from inkling_jax import ops
 from inkling_jax.generation import decode
@@ -90,69 +93,92 @@ def inputs(case: Case) -> tuple:
     return (tokens, cache), params_shapes(case.part, case.path == "kernels")
 
 
-class Compiling(NamedTuple):
-    """What compiles in the background.
+class Program(NamedTuple):
+    """A compiled loop, what its body launches (see `launches`), and what `ops` chose for it."""
 
-    Attributes:
-      loops: the loop of each case.
-      picks: shows what the largest kernel step picks; None without kernels.
-      chosen: of each path, what `ops` chose while its programs were traced.
+    run: Any
+    launches: tuple[int, int]
+    chosen: dict[str, str]
+
+
+def start_compiling(cases: list[Case]) -> tuple[dict[Case, Future], Future | None]:
+    """Compiles a loop for each case and, with kernels, what shows the picks of the longest step.
+
+    Each in a process of its own: tracing the kernels of 48 layers is minutes of Python, which
+    threads would share. Returns what `load` takes.
     """
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # for the new processes
+    pool = ProcessPoolExecutor(
+        os.cpu_count(), multiprocessing.get_context("spawn"), initializer=_end_with_parent
+    )
+    loops = {case: pool.submit(_compile_loop, case) for case in cases}
+    picks = pool.submit(_compile_picks, cases[0]) if cases[0].path == "kernels" else None
+    pool.shutdown(wait=False)  # once all is compiled
+    return loops, picks
 
-    loops: dict[Case, Future]
-    picks: Future | None
-    chosen: dict[str, dict[str, str]]
+
+def _end_with_parent() -> None:
+    set_signal_of_parents_death = 1
+    ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
 
 
-def start_compiling(cases: list[Case], deadline: float) -> Compiling:
-    """Traces a part's programs until the deadline, each of which then compiles by itself."""
-    pool = ThreadPoolExecutor(os.cpu_count())
-    loops, picks, chosen = {}, None, {}
+def _compile_loop(case: Case) -> tuple[bytes, tuple[int, int], dict[str, str]]:
+    trips = jax.ShapeDtypeStruct((), jnp.int32)
+    program = _compile(case, "loop", step_loop, trips)
+    return serialize(program)[0], launches(program.as_text()), ops.chosen()
 
-    def compiled(name, lowered):
-        begin = time.monotonic()
-        try:
-            program = lowered.compile()
-        except Exception as error:  # one that fails to build must not hide the others
-            print(f"# {name}: {error}", flush=True)
-            raise
-        print(f"# {name}: compiled in {time.monotonic() - begin:.0f} s", flush=True)
-        return program
 
-    def start(name, fn, *shapes):
-        begin = time.monotonic()
-        lowered = fn.lower(*shapes)
-        print(f"# {name}: traced in {time.monotonic() - begin:.0f} s", flush=True)
-        return pool.submit(compiled, name, lowered)
+def _compile_picks(case: Case) -> tuple[bytes]:
+    program = _compile(case._replace(tokens=MAX_BLOCK), "picks", picks_of_a_step)
+    return (serialize(program)[0],)
 
-    for path, group in itertools.groupby(cases, key=lambda case: case.path):
-        os.environ[ops.SWITCH] = str(int(path == "kernels"))  # is read while functions are traced
-        for case in group:
-            if time.monotonic() > deadline:
-                break
-            trips = jax.ShapeDtypeStruct((), jnp.int32)
-            loops[case] = start(str(case), step_loop(case), *inputs(case), trips)
-            chosen[path] = ops.chosen()
-        if path == "kernels" and time.monotonic() < deadline:
-            case = cases[0]._replace(tokens=MAX_BLOCK)
-            picks = start(f"{case.part.name}/picks", picks_of_a_step(case), *inputs(case))
-    return Compiling(loops, picks, chosen)
+
+def _compile(case, name, make, *more):
+    os.environ[ops.SWITCH] = str(int(case.path == "kernels"))  # is read while functions are traced
+    begin = time.monotonic()
+    lowered = make(case).lower(*inputs(case), *more)
+    traced = time.monotonic()
+    program = lowered.compile()
+    took = f"{traced - begin:.0f} s of tracing, {time.monotonic() - traced:.0f} s of compiling"
+    print(f"# {case} {name}: {took}", flush=True)
+    return program
+
+
+def load_loop(case: Case, compiled: Future) -> Program:
+    """Loads the loop of a case."""
+    binary, counted, chosen = compiled.result()
+    carry, params = inputs(case)
+    trees = jax.tree.structure(((carry, params, 0), {})), jax.tree.structure(carry)
+    return Program(_load(binary, trees), counted, chosen)
+
+
+def load_picks(case: Case, compiled: Future) -> Any:
+    """Loads what shows the picks of a step."""
+    [binary] = compiled.result()
+    return _load(binary, (jax.tree.structure((inputs(case), {})), jax.tree.structure(0)))
+
+
+def _load(binary, trees):
+    return deserialize_and_load(binary, *trees, execution_devices=jax.devices()[:1])
 
 
 def as_they_are_ready(
-    loops: dict[Case, Future], path: str, deadline: float
-) -> Iterator[tuple[Case, Any]]:
+    loops: dict[Case, Future], path: str, beside: list[Future], deadline: float
+) -> Iterator[tuple[Case, Program]]:
     """Yields a path's programs; waits for all of them, but each time half the time that is left.
 
-    While one runs nothing should compile, as XLA tries variants on the device.
+    While one runs nothing should compile, as XLA tries variants on the device; that goes for what
+    compiles `beside` them, too.
     """
     pending = [case for case in loops if case.path == path]
     while pending and (left := deadline - time.monotonic()) > 0:
-        wait([loops[case] for case in pending], timeout=left / 2)
+        wait([loops[case] for case in pending] + beside, timeout=left / 2)
         for case in [case for case in pending if loops[case].done()]:
             pending.remove(case)
-            if not loops[case].exception():
-                yield case, loops[case].result()
+            if error := loops[case].exception():  # must not hide the others
+                print(f"# {case}: {type(error).__name__}: {error}", flush=True)
+            else:
+                yield case, load_loop(case, loops[case])
 
 
 def launches(program: str) -> tuple[int, int]:
