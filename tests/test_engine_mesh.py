@@ -12,6 +12,7 @@ import inkling_jax as ij
 from inkling_jax import cli
 
 FIXTURES = Path(__file__).parent / "fixtures"
+NANO = Path(__file__).parent.parent / "checkpoints/inkling-jax-nano"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,19 @@ def test_packed_experts_over_ep_score_like_the_reference():
     expected = load_file(FIXTURES / "packed/expected.safetensors")
     score = model.score(expected["text17.tokens"].tolist(), logits=True)
     np.testing.assert_allclose(score.logits, expected["text17.logits"], atol=3e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drafts", [None, 3])
+def test_nano_answers_alike_on_a_mesh(drafts):
+    """One greedy and one seeded reply, split in every way, with nano's drafter and without."""
+    options = {"context": 256, "drafter": drafts and "auto", "draft_tokens": drafts}
+    questions = ["Reverse the words: one two three", "What is 17 + 25?"]
+    settings = [ij.SamplingParams(temperature=t, seed=5, max_tokens=16) for t in (0.0, 1.0)]
+    one, other = (
+        ij.load(NANO, mesh=mesh, **options).generate(questions, settings) for mesh in (None, "cpu8")
+    )
+    assert [output.token_ids for output in other] == [output.token_ids for output in one]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 import functools
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +153,25 @@ def test_allreduce_conv_mix_between_gpus(tmp_path, monkeypatch):
     assert bench_sharded.main(options) == 0
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == len(bench_sharded.ROWS) and all(row["correct"] for row in rows)
+
+
+def test_nano_decodes_by_kernels_on_two_gpus():
+    """In a process of its own, which is killed when it hangs: the reply of one GPU in float32."""
+    if (count := len(jax.devices("gpu"))) < 2:
+        pytest.skip(f"needs two GPUs, {count} there")
+    question = "What is 17 + 25?"
+    command = [sys.executable, "-m", "inkling_jax.cli", "generate", "--model", str(NANO), "--json"]
+    command += ["--mesh", "tp=2", "--prompt", question, "--temp", "0", "--max-tokens", "48"]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    out = subprocess.run(command, stdout=subprocess.PIPE, timeout=200, check=True, env=environment)
+    found = json.loads(out.stdout)
+    greedy = ij.SamplingParams(temperature=0.0, max_tokens=48)
+    [expected] = ij.load(NANO, dtype="float32").generate([question], greedy)
+    assert found["token_ids"] == expected.token_ids
+    kernels = found["stats"]["kernels"]
+    assert kernels.pop(inkling_ops.SAMPLING) == "the model is spread over 2 devices"
+    assert inkling_ops.REDUCE_MIX in kernels
+    assert set(kernels.values()) == {inkling_ops.KERNEL}
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 17, 64])

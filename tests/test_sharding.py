@@ -31,7 +31,8 @@ SIZES = {
 }
 SMALL = tiny(**SIZES)
 MORE_MESHES = (
-    "tp=2", "cp=8", "dp=2,cp=2,tp=2", "tp=4,sp=on", "tp=2,cp=4,sp=on", "tp=2,dp=2,ep=2,sp=on"
+    "tp=2", "ep=4", "dp=2", "cp=8", "dp=2,cp=2,ep=2", "dp=2,cp=2,tp=2", "cp=2,ep=4", "ep=4,tp=2",
+    "tp=4,sp=on", "tp=2,cp=4,sp=on", "tp=4,ep=2,sp=on", "tp=2,dp=2,ep=2,sp=on",
 )  # fmt: skip
 PARTS = ("attention", "moe")
 TOKENS = np.zeros((2, 13), np.int32)
@@ -88,13 +89,14 @@ def one_device():
     return answer(packed_params())
 
 
-def whole(where, layer):
+def whole(where, layer, mesh):
     """The collectives of a layer whose tokens are with every device."""
-    places = (f"{where}/layer_{layer}/{part}" for part in PARTS)
+    adds = {"attention": "tp0" in mesh.shape, "moe": "tp0" in mesh.shape or mesh.shape["ep"] > 1}
+    places = (f"{where}/layer_{layer}/{part}" for part in PARTS if adds[part])
     return Counter(("all-reduce", f"{place}/psum") for place in places)
 
 
-def split(where, layer):
+def split(where, layer, mesh):
     """The collectives of a layer whose tokens are split: no sum of them all with every device."""
     found = Counter()
     for part, inputs in (
@@ -145,7 +147,7 @@ def test_a_mesh_gives_the_logits_and_tokens_of_one_device(text, one_device):
     for where in (prefill, step):
         splits = where == prefill and text.endswith("sp=on")
         for layer in range(2):
-            expected.update((split if splits else whole)(where, layer) if tp else ())
+            expected.update((split if splits else whole)(where, layer, mesh))
         kind, name = ("reduce-scatter", "reduce_scatter") if splits else ("all-reduce", "psum")
         expected[kind, f"{where}/embed/{name}"] += tp
         expected["all-reduce", f"{where}/({LAST_TOKENS})"] += splits
@@ -156,7 +158,14 @@ def test_a_mesh_gives_the_logits_and_tokens_of_one_device(text, one_device):
     assert sums_and_gathers(program) == expected
 
 
-def test_a_drafter_gives_the_same_tokens_on_a_mesh():
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,cp=2,tp=2,sp=on",
+        *(pytest.param(text, marks=pytest.mark.long) for text in ("ep=4,tp=2", "tp=4,sp=on")),
+    ],
+)
+def test_a_drafter_gives_the_same_tokens_on_a_mesh(text):
     """The drafter is whole on every device, its target split; rounds accept what they do on one.
 
     Prompts are longer than a block of drafts, so that their tokens are split and blocks are not.
@@ -165,7 +174,7 @@ def test_a_drafter_gives_the_same_tokens_on_a_mesh():
     options = {"sampling": [GREEDY, SamplingParams(temperature=1.0)], "max_new": 8}
     options["drafter"] = (speculator(3),)
     expected = run_drafted(drafted, prompts, **options.copy())
-    with jax.set_mesh(make_mesh(MeshConfig.parse("dp=2,cp=2,tp=2,sp=on"))):
+    with jax.set_mesh(make_mesh(MeshConfig.parse(text))):
         found = run_drafted(drafted, prompts, **options)
     for one, other in zip(expected, found, strict=True):
         if hasattr(one, "ids"):
