@@ -81,19 +81,20 @@ def packs_experts(hidden: int, width: int, dtype: DTypeLike) -> bool:
     return device_refusal() is None and not moe_experts.unsupported(1, hidden, width, dtype)
 
 
-def pack_experts(weights: Weights, interleaved: bool) -> PackedExperts:
+def pack_experts(weights: Weights, interleaved: bool, axes: tuple[str, ...] = ()) -> PackedExperts:
     """Reorders a layer's experts [n, R, C] for the kernel; every value stays what it is.
 
     Args:
       weights: quantized or bfloat16.
       interleaved: rows run gate0, up0, gate1, … (w13).
+      axes: mesh axes over which R or C is split.
     """
     if not isinstance(weights, QuantTensor):
         assert not isinstance(weights, PackedExperts)
         return moe_experts.pack_bfloat16(weights, interleaved=interleaved)
     values, scales, outer = weights.values, weights.scales, weights.outer
     if outer is None:
-        return moe_experts.pack_mxfp8(values, scales, interleaved=interleaved)
+        return moe_experts.pack_mxfp8(values, scales, interleaved=interleaved, axes=axes)
     return moe_experts.pack_nvfp4(values, scales, outer, interleaved=interleaved)
 
 
