@@ -72,9 +72,11 @@ def test_devices_pack_their_own_parts(text, on_gpu):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
-@pytest.mark.parametrize("text", ["tp=2", "ep=2,tp=2"])
-def test_a_step_on_a_mesh_is_made_of_kernels(text, on_gpu):
-    mesh, params = on_mesh(text)
+@pytest.mark.parametrize("refusal", [None, "16 devices add up"])
+def test_a_step_on_a_mesh_is_made_of_kernels(refusal, on_gpu, monkeypatch):
+    """Each sublayer's sum is within the kernel that ends it, or in front of it."""
+    monkeypatch.setattr(ops.allreduce_conv_mix_kernel, "unsupported", lambda *_: refusal)
+    mesh, params = on_mesh("ep=2,tp=2")
     with jax.set_mesh(mesh):
         params = packed_shapes(params, CONFIG)
         cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
@@ -84,7 +86,11 @@ def test_a_step_on_a_mesh_is_made_of_kernels(text, on_gpu):
     found = primitives(program.jaxpr, Counter())
     for primitive, count in KERNELS.items():
         assert found[primitive] == count * CONFIG.text.num_hidden_layers
-    assert set(ops.chosen().values()) == {ops.KERNEL}
+    layers = CONFIG.text.num_hidden_layers
+    assert found["psum"] == 1 + (2 * layers if refusal else 0)  # the embedding's, the sublayers'
+    reasons = dict(ops.chosen())
+    assert reasons.pop(ops.REDUCE_MIX) == (refusal or ops.KERNEL)
+    assert set(reasons.values()) == {ops.KERNEL}
 
 
 def test_parts_of_experts_add_up(on_gpu, monkeypatch):
@@ -106,7 +112,7 @@ def test_parts_of_experts_add_up(on_gpu, monkeypatch):
             )
             for i in range(2)
         )
-        return [collectives.sum_experts(y[None])[0] for y in outs]
+        return [collectives.sum(y[None], collectives.ep + collectives.tp)[0] for y in outs]
 
     with monkeypatch.context() as patch:
         patch.setattr(ops, "device_refusal", lambda: "it is told not to")
