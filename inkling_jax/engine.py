@@ -348,7 +348,7 @@ def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | N
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
     shardings = mesh and functools.partial(param_shardings, mesh=mesh)
     params = load_params(directory, config, dtype, shardings)
-    if mesh is None:
+    with _on(mesh):
         params = pack_for_kernels(params, config)
     if speculator is not None:
         if mesh is not None:  # a drafter is small: every device has all of it

@@ -16,6 +16,7 @@ from inkling_jax.config import Config
 from inkling_jax.hub import resolve
 from inkling_jax.loading import checkpoint_params
 from inkling_jax.quant import QuantTensor
+from pallas_kernels.moe_experts import PackedExperts
 
 DEFAULT_CONTEXT = 8192
 
@@ -105,6 +106,8 @@ def inspect(
     )
 
 
-def format_of(value: jax.ShapeDtypeStruct | QuantTensor) -> str:
+def format_of(value: jax.ShapeDtypeStruct | QuantTensor | PackedExperts) -> str:
     """Returns the name of a format, packed or not."""
-    return value.format if isinstance(value, QuantTensor) else value.dtype.name
+    if isinstance(value, QuantTensor | PackedExperts):
+        return value.format
+    return value.dtype.name

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from checkpoints import orbax_store
@@ -32,7 +33,16 @@ from inkling_jax.hub import resolve
 from inkling_jax.model import abstract_params, param_specs
 from inkling_jax.quant import QuantTensor, Weights
 from pallas_kernels.moe_experts import PackedExperts
-from sharding.mesh import MeshConfig, MeshError, abstract_mesh
+from sharding.mesh import (
+    MeshConfig,
+    MeshError,
+    abstract_mesh,
+    column_parts,
+    current_mesh,
+    mesh_axes,
+)
+from sharding.partition import partition, shard_shapes
+from sharding.rules import Axes
 
 PARTS = ("values", "scales", "outer")  # of a packed expert, as `QuantTensor` and files name them
 
@@ -136,33 +146,66 @@ def load_params(
 def pack_for_kernels(params: nnx.State, config: Config) -> nnx.State:
     """Returns the parameters with experts in the kernels' order, where the device has the kernels.
 
-    The published order is given up matrix stack by matrix stack, and its arrays in `params` are
-    deleted: memory has no room for both. Prefill unpacks an expert when it needs it.
+    Under `jax.set_mesh` each device packs its part. The published order is given up matrix stack by
+    matrix stack, and its arrays in `params` are deleted: memory has no room for both. Prefill
+    unpacks an expert when it needs it.
     """
-    text = config.text
+
+    def pack(old: Weights, axes: Axes, interleaved: bool) -> PackedExperts:
+        new = jax.block_until_ready(_pack(old, axes, interleaved))
+        for array in jax.tree.leaves(old):
+            array.delete()
+        return new
+
+    return _with_packed(params, config, pack)
+
+
+def packed_shapes(params: nnx.State, config: Config) -> nnx.State:
+    """Returns the shapes that `pack_for_kernels` makes of parameters of these shapes."""
+
+    def pack(old: Weights, axes: Axes, interleaved: bool) -> PackedExperts:
+        return jax.eval_shape(lambda: _pack(old, axes, interleaved))
+
+    return _with_packed(params, config, pack)
+
+
+def _with_packed(params: nnx.State, config: Config, pack: Callable[..., PackedExperts]):
+    width = config.text.moe_intermediate_size // column_parts()
     dtype: DTypeLike = params["embed"]["weight"].dtype  # pyright: ignore[reportAssignmentType]
-    if not ops.packs_experts(text.hidden_size, text.moe_intermediate_size, dtype):
+    if not ops.packs_experts(config.text.hidden_size, width, dtype):
         return params
 
     def packed(path: LeafPath, variable: nnx.Variable) -> nnx.Variable:
         if path[-2:] not in (("moe", "w13"), ("moe", "w2")):
             return variable
-        old = variable.get_value()
-        new = jax.block_until_ready(_pack(old, interleaved=path[-1] == "w13"))
-        for array in jax.tree.leaves(old):
-            array.delete()
-        return variable.replace(new)
+        return variable.replace(pack(variable.get_value(), variable.axes, path[-1] == "w13"))
 
     flat = nnx.to_flat_state(params)
     return nnx.from_flat_state([(path, packed(_path(path), v)) for path, v in flat])
 
 
-@jax.jit(static_argnames="interleaved")
-def _pack(weights: Weights, interleaved: bool) -> PackedExperts:
-    """Packs a few experts at a time, as codes take more room than words on the way."""
-    every = jax.tree.map(lambda a: a[:, None], weights)
-    packed = jax.lax.map(lambda w: ops.pack_experts(w, interleaved), every, batch_size=8)
-    return jax.tree.map(lambda a: a[:, 0], packed)
+@jax.jit(static_argnames=("axes", "interleaved"))
+def _pack(weights: Weights, axes: Axes, interleaved: bool) -> PackedExperts:
+    """Packs experts of these logical axes, each device its part."""
+
+    def pack(part: Weights, split: tuple[str, ...] = ()) -> PackedExperts:
+        # A few experts at a time, as codes take more room than words on the way.
+        every = jax.tree.map(lambda a: a[:, None], part)
+        packed = jax.lax.map(lambda w: ops.pack_experts(w, interleaved, split), every, batch_size=8)
+        return jax.tree.map(lambda a: a[:, 0], packed)
+
+    mesh = current_mesh()
+    if mesh is None:
+        return pack(weights)
+    specs = partition({"experts": weights}, {"experts": axes}, mesh)["experts"]
+    part = jax.eval_shape(pack, shard_shapes(weights, specs, mesh))
+    lead = jax.tree.leaves(specs)[0]  # words and scales lie like the values
+    return jax.shard_map(
+        functools.partial(pack, split=mesh_axes(mesh.shape, "tp")),
+        in_specs=(specs,),
+        out_specs=jax.tree.map(lambda a: PartitionSpec(*lead[: a.ndim]), part),
+        check_vma=False,
+    )(weights)
 
 
 def check_fits(specs: Iterable[jax.ShapeDtypeStruct], what: Any) -> None:

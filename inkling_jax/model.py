@@ -95,18 +95,17 @@ class DecoderLayer(nnx.Module):
             inputs = tuple(collectives.gather_tokens(z) for z in inputs)
             z_q, z_k, z_v = inputs * 3 if self.sliding else inputs
             a, cache = self.attn(z_q, z_k, z_v, cache, *where)
-            a = collectives.sum_heads(a)
             reader = Reader(self.mlp_query[...][None], (self.mlp_norm,), jnp.float32)
             if self.starts_block:
                 residual = residual.finish_block()
             residual, (z,), attn_state = advance(
-                residual, a, self.attn_conv, cache.conv.attn, reader, *where
+                residual, a, collectives.tp, self.attn_conv, cache.conv.attn, reader, *where
             )
         with jax.named_scope("moe"):
             m = self.moe(z, dtype, count, experts, collectives)
-            m = collectives.sum_experts(m)
+            axes = collectives.ep + collectives.tp
             residual, inputs, mlp_state = advance(
-                residual, m, self.mlp_conv, cache.conv.mlp, following, *where
+                residual, m, axes, self.mlp_conv, cache.conv.mlp, following, *where
             )
         conv = ConvState(cache.conv.k, cache.conv.v, attn_state, mlp_state)
         return residual, inputs, dataclasses.replace(cache, conv=conv)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.cache import LayerCache
 from inkling_jax.quant import QuantTensor, Weights
+from pallas_kernels import allreduce_conv_mix as allreduce_conv_mix_kernel
 from pallas_kernels import conv_mix as conv_mix_kernel
 from pallas_kernels import (
     moe_experts,
@@ -28,8 +29,10 @@ from pallas_kernels import (
 from pallas_kernels.conv_mix import ConvMix
 from pallas_kernels.moe_experts import PackedExperts, Plan
 
-OPERATIONS = ("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix")
-EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX = OPERATIONS
+OPERATIONS = (
+    "moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix", "allreduce_conv_mix",
+)  # fmt: skip
+EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX = OPERATIONS
 KERNEL = "kernel"
 SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off
 CAPABILITY = 9.0  # Hopper, where they are tested
@@ -44,6 +47,10 @@ prepare = jax.jit(
 )
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
 _conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=("dtype", "eps", "norm_eps"))
+_allreduce_conv_mix = jax.jit(
+    allreduce_conv_mix_kernel.allreduce_conv_mix,
+    static_argnames=("axes", "dtype", "eps", "norm_eps"),
+)
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, str] = {}
@@ -80,19 +87,20 @@ def packs_experts(hidden: int, width: int, dtype: DTypeLike) -> bool:
     return device_refusal() is None and not moe_experts.unsupported(1, hidden, width, dtype)
 
 
-def pack_experts(weights: Weights, interleaved: bool) -> PackedExperts:
+def pack_experts(weights: Weights, interleaved: bool, axes: tuple[str, ...] = ()) -> PackedExperts:
     """Reorders a layer's experts [n, R, C] for the kernel; every value stays what it is.
 
     Args:
       weights: quantized or bfloat16.
       interleaved: rows run gate0, up0, gate1, … (w13).
+      axes: mesh axes over which R or C is split.
     """
     if not isinstance(weights, QuantTensor):
         assert not isinstance(weights, PackedExperts)
         return moe_experts.pack_bfloat16(weights, interleaved=interleaved)
     values, scales, outer = weights.values, weights.scales, weights.outer
     if outer is None:
-        return moe_experts.pack_mxfp8(values, scales, interleaved=interleaved)
+        return moe_experts.pack_mxfp8(values, scales, interleaved=interleaved, axes=axes)
     return moe_experts.pack_nvfp4(values, scales, outer, interleaved=interleaved)
 
 
@@ -226,20 +234,25 @@ def prefix_end(
 
 def takes_mix(
     u: Float[Array, "B T D"],
+    axes: tuple[str, ...],
     blocks: tuple[Float[Array, "B T D"], ...],
     weight: Float[Array, "D c"],
     state: Float[Array, "B S D"],
 ) -> bool:
-    """Tells whether the kernel ends a sublayer of so few tokens, above these finished blocks."""
+    """Tells whether a kernel ends a sublayer of so few tokens, above these finished blocks."""
     batch, tokens, hidden = u.shape
     reach = weight.shape[1] - 1 + tokens
     if batch * tokens > conv_mix_kernel.MAX_ROWS or reach > state.shape[1]:
         return False
-    return _choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
+    takes = _choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
+    if axes and not takes:
+        _choose(REDUCE_MIX, "conv_mix is none")
+    return takes
 
 
 def conv_mix(
     u: Float[Array, "B T D"],
+    axes: tuple[str, ...],
     partial: Float[Array, "B T D"] | None,
     blocks: tuple[Float[Array, "B T D"], ...],
     scales: tuple[Float[Array, "B T"], ...],
@@ -254,8 +267,16 @@ def conv_mix(
     eps: float,
     norm_eps: float,
 ) -> ConvMix:
-    """`residual.advance` by the kernel; `partial` is None where a block starts."""
-    return _conv_mix(
+    """`residual.advance` by a kernel, which adds up over `axes` too if it can read the devices'
+    memory; `partial` is None where a block starts."""
+    run = _conv_mix
+    if axes:
+        sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
+        if _choose(REDUCE_MIX, allreduce_conv_mix_kernel.unsupported(sizes, axes)):
+            run = functools.partial(_allreduce_conv_mix, axes=axes)
+        else:
+            u = jax.lax.psum(u, axes)
+    return run(
         u, partial, blocks, scales, queries, norms, weight, state, start, count,
         dtype=dtype, eps=eps, norm_eps=norm_eps,
     )  # fmt: skip

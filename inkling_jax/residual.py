@@ -1,7 +1,7 @@
 """Block attention residuals: what every sublayer reads and adds to (spec: inkling2.md, "AttnRes").
 
-A sublayer's end is one step here, from its output to the inputs of what follows: the short
-convolution, the sum, the mix and the norms. Decoding runs it as one kernel.
+A sublayer's end is one step here, from its output to the inputs of what follows: the sum over
+devices, the short convolution, the residual, the mix and the norms. Decoding runs it as one kernel.
 """
 
 import dataclasses
@@ -74,7 +74,8 @@ def mix(query: Float[Array, "*n D"], residual: Residual) -> Float[Array, "*n B T
 
 def advance(
     residual: Residual,
-    u: Float[Array, "B T D"],
+    u: Float[Array, "B U D"],
+    axes: tuple[str, ...],
     conv: ShortConv,
     state: Float[Array, "B S D"],
     reader: Reader,
@@ -85,7 +86,8 @@ def advance(
     """Ends a sublayer: convolves its output, adds it to the residual and reads what follows.
 
     Args:
-      u: the sublayer's output, float32, of the device's own tokens.
+      u: the device's share of the sublayer's output, float32, of all tokens.
+      axes: mesh axes over which the shares add up.
       conv: its convolution, whose `state` has the tokens before the call.
       reader: what follows.
       start, count: row b has `count[b]` real tokens from position `start[b]` on.
@@ -95,14 +97,14 @@ def advance(
     """
     blocks, partial = residual.blocks, residual.partial
     scales = residual.scales[: len(blocks)]
-    if not collectives.sp and ops.takes_mix(u, blocks, conv.weight[...], state):
+    if not collectives.sp and ops.takes_mix(u, axes, blocks, conv.weight[...], state):
         norms = tuple(norm.weight[...] for norm in reader.norms)
         inputs, partial, scale, state = ops.conv_mix(
-            u, partial, blocks, scales, reader.queries, norms, conv.weight[...], state, start,
+            u, axes, partial, blocks, scales, reader.queries, norms, conv.weight[...], state, start,
             count, dtype=reader.dtype, eps=EPS, norm_eps=reader.norms[0].eps,
         )  # fmt: skip
         return Residual(blocks, partial, (*scales, scale)), inputs, state
-    y, state = conv(u, state, start, count, collectives)
+    y, state = conv(collectives.sum(u, axes), state, start, count, collectives)
     partial = y if partial is None else partial + y
     residual = Residual(blocks, partial, (*scales, _inverse_rms(partial)))
     mixed = mix(reader.queries, residual)

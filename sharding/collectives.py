@@ -65,13 +65,13 @@ class Collectives:
         tp, ep, cp = (mesh_axes(mesh.shape, group) for group in ("tp", "ep", "cp"))
         return cls(tp, ep, cp, ep + tp if split_tokens else ())
 
-    def sum_heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B t D"]:
-        """Adds up what each device's heads contribute."""
-        return self._sum(x, self.tp)
-
-    def sum_experts(self, x: Float[Array, "B T D"]) -> Float[Array, "B t D"]:
-        """Adds up what each device's experts, or columns of them, contribute."""
-        return self._sum(x, self.ep + self.tp)
+    def sum(self, x: Float[Array, "B T D"], axes: tuple[str, ...]) -> Float[Array, "B t D"]:
+        """Adds up what the devices of `axes` contribute: of `tp` their heads, with `ep` experts."""
+        if not self.sp:
+            return jax.lax.psum(x, axes) if axes else x
+        # The other devices of `sp` have the same, so none sums it twice.
+        part = _slice(x, tuple(axis for axis in self.sp if axis not in axes))
+        return jax.lax.psum_scatter(part, axes, scatter_dimension=1, tiled=True)
 
     def lookup(
         self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
@@ -82,7 +82,7 @@ class Collectives:
         row = tokens - jax.lax.axis_index(self.tp) * table.shape[0]
         mine = (row >= 0) & (row < table.shape[0])
         found = table[jnp.clip(row, 0, table.shape[0] - 1)]
-        return self._sum(jnp.where(mine[..., None], found, 0), self.tp)
+        return self.sum(jnp.where(mine[..., None], found, 0), self.tp)
 
     def gather_vocabulary(self, logits: Float[Array, "... v"]) -> Float[Array, "... V"]:
         """Returns the logits of the whole vocabulary, in the order of the ids."""
@@ -191,13 +191,6 @@ class Collectives:
         own = picks - jax.lax.axis_index(self.ep) * n
         mine = (own >= 0) & (own < n)
         return jnp.where(mine, own, n), jnp.where(mine, weights, 0.0)
-
-    def _sum(self, x: Float[Array, "B T D"], axes: tuple[str, ...]) -> Float[Array, "B t D"]:
-        """Adds up over `axes`; the other devices of `sp` have the same, so none sums it twice."""
-        if not self.sp:
-            return jax.lax.psum(x, axes) if axes else x
-        part = _slice(x, tuple(axis for axis in self.sp if axis not in axes))
-        return jax.lax.psum_scatter(part, axes, scatter_dimension=1, tiled=True)
 
 
 ALONE = Collectives()

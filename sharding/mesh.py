@@ -182,6 +182,11 @@ def slot_parts() -> int:
     return _parts("cp")
 
 
+def column_parts() -> int:
+    """Returns how many parts the columns of an expert are split into where code runs."""
+    return _parts("tp")
+
+
 def _parts(group: str) -> int:
     mesh = current_mesh()
     return 1 if mesh is None else group_size(mesh.shape, group)

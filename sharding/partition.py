@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding.mesh import MeshConfig, MeshError, current_mesh, group_size, mesh_axes
 from sharding.rules import Axes, DoesNotSplitError, spec
@@ -20,8 +20,9 @@ def partition(
 
     Args:
       tree: arrays, shapes or containers of them, by name. The arrays of a container (values,
-        scales, … of a packed tensor) share their leading dimensions, so each is split like them;
-        scales, one per group of values, thus keep shards to whole groups.
+        scales, … of a packed tensor) share their leading dimensions, so each is split like them,
+        and further ones are whole; scales, one per group of values, thus keep shards to whole
+        groups.
       axes: the logical axes of each name.
       mesh: its devices are not looked at.
 
@@ -30,7 +31,7 @@ def partition(
     """
 
     def specs(value: Any, names: Axes, sizes: Mapping[str, int]) -> Any:
-        return jax.tree.map(lambda a: spec(names[: len(a.shape)], a.shape, sizes), value)
+        return jax.tree.map(lambda a: spec(_names(names, a), a.shape, sizes), value)
 
     found = {}
     for name, value in tree.items():
@@ -41,6 +42,12 @@ def partition(
     return found
 
 
+def _names(axes: Axes, array: Any) -> Axes:
+    """Returns the logical axes of one array of a container that has these."""
+    rank = len(array.shape)
+    return (*axes, *(None,) * (rank - len(axes)))[:rank]
+
+
 def _refusal(
     error: DoesNotSplitError,
     name: str,
@@ -49,9 +56,7 @@ def _refusal(
     mesh: Mesh | AbstractMesh,
 ) -> str:
     """Says what does not divide, and which sizes of the group divide everything."""
-    distinct = {
-        (axes[n][: len(a.shape)], a.shape) for n, v in tree.items() for a in jax.tree.leaves(v)
-    }
+    distinct = {(_names(axes[n], a), a.shape) for n, v in tree.items() for a in jax.tree.leaves(v)}
 
     def works(size: int) -> bool:
         try:
@@ -67,6 +72,16 @@ def _refusal(
         f"{error.group}={group_size(mesh.shape, error.group)}; "
         f"{error.group} can be {', '.join(fitting)}"
     )
+
+
+def shard_shapes(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Returns the shapes of what one device has of arrays that lie like this."""
+
+    def shape(array: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        part = NamedSharding(mesh, spec).shard_shape(array.shape)
+        return jax.ShapeDtypeStruct(part, array.dtype)
+
+    return jax.tree.map(shape, tree, specs)
 
 
 def by_row(tree: Any) -> Any:

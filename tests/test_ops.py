@@ -211,7 +211,7 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     assert not takes_attention(1, devices=2)
     assert ops.chosen()[ops.ATTENTION] == "each device has 12 of the 24 slots of full layers (cp)"
     narrow = jnp.zeros((1, 1, 96))
-    assert not ops.takes_mix(narrow, (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
+    assert not ops.takes_mix(narrow, (), (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
     assert ops.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
 
 
@@ -220,7 +220,7 @@ def test_refusals_name_what_does_not_fit(on_gpu):
 )
 def test_calls_longer_than_a_block_end_their_sublayers_in_plain_jax(tokens, slots, takes, on_gpu):
     u, state = jnp.zeros((1, tokens, 128)), jnp.zeros((1, slots, 128))
-    assert ops.takes_mix(u, (u,), jnp.zeros((128, 4)), state) == takes
+    assert ops.takes_mix(u, (), (u,), jnp.zeros((128, 4)), state) == takes
     assert (ops.MIX in ops.chosen()) == takes
 
 

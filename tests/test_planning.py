@@ -134,6 +134,13 @@ def test_splitting_tokens_is_expected_to_pay(small, tp):
             '{op_name="(layer_0/a/last/psum:layer_0/b/last/psum:layer_1/a/last/psum)"}',
             ("all-reduce", "a/last + b/last", 14, 2),
         ),
+        (
+            "%e = (bf16[1,36,128]{2,1,0}, f32[1,36,128]{2,1,0}, f32[1]{0}, f32[1,4,36,128]{0}) "
+            'custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(decode)/'
+            'shard_map/layer_0/moe/jit(allreduce_conv_mix)/allreduce_conv_mix/mpmd_map"}, '
+            'backend_config={module = "\\00", xla_replica_ids = "0,1"}',
+            ("allreduce_conv_mix", "moe", 18432, 2),
+        ),
     ],
 )
 def test_collectives_are_read_from_any_notation(line, found):

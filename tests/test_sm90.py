@@ -5,9 +5,15 @@ import functools
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
+from test_ops import CONFIG, bfloat16_params
 
+from inkling_jax import ops
+from inkling_jax.loading import packed_shapes
+from inkling_jax.planning.hardware import HARDWARE
+from inkling_jax.planning.programs import compile_program, devices
 from pallas_kernels import allreduce_conv_mix, conv_mix
 from scripts.kernel_cases.conv_mix import OPTIONS, inputs
+from sharding.mesh import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.long
 
@@ -43,3 +49,23 @@ def test_allreduce_conv_mix(axes, tokens, sm90):
     program = sm90.compile_h200(fn, carry | shared, mesh=mesh).as_text()
     assert program.count("mosaic_gpu_v2") == 1 and "uses_xla_collective_metadata = true" in program
     assert "all-reduce" not in program and "multimem" not in program
+
+
+@pytest.mark.usefixtures("sm90")
+def test_a_step_of_a_model_on_two_devices(monkeypatch):
+    """As `plan` compiles it; sublayers add up within the kernels that end them."""
+    monkeypatch.setenv(ops.SWITCH, "1")
+    monkeypatch.setattr(ops, "_chosen", {})
+    mesh = make_mesh(MeshConfig(tp=2), devices("cuda", HARDWARE["h200"], 2))
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), bfloat16_params())
+    with jax.set_mesh(mesh):
+        params = packed_shapes(params, CONFIG)
+    program = compile_program("decode", CONFIG, params, mesh, "cuda", 2, 64, 1)
+    kernels = (ops.EXPERTS, ops.ATTENTION, ops.ROUTER, ops.MIX, ops.REDUCE_MIX)
+    assert program.kernels == dict.fromkeys(kernels, ops.KERNEL)
+    assert {(c.kind, c.where, c.count, c.devices) for c in program.collectives} == {
+        ("all-reduce", "embed", 1, 2),
+        (ops.REDUCE_MIX, "attention", 2, 2),
+        (ops.REDUCE_MIX, "moe", 2, 2),
+        ("all-gather", "unembed", 1, 2),
+    }

@@ -90,7 +90,7 @@ def _show(plan: "ij.Plan") -> None:
         print(f"  {program.name}: {program.seconds} s to compile, {gb:.3f} GB of temporaries")
         for c in program.collectives:
             print(
-                f"    {c.count:3} × {c.kind:14} {c.where:22} {c.nbytes / 1e6:10.3f} MB "
+                f"    {c.count:3} × {c.kind:18} {c.where:22} {c.nbytes / 1e6:10.3f} MB "
                 f"among {c.devices} devices"
             )
         for name, choice in program.kernels.items():

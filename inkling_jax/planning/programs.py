@@ -135,12 +135,19 @@ _LINE = re.compile(
     r"= (?P<shape>\S.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|"
     r"collective-permute)(?P<start>-start)?\((?P<rest>.*)"
 )
+_PEERS = re.compile(
+    r'= (?P<shape>\S.*?) custom-call\((?P<rest>.*xla_replica_ids = "(?P<ids>.*?)".*)'
+)
 _OUTER = re.compile(r"jit\([^)]*\)/|shard_map/|layer_\d+/")  # say nothing of what is exchanged
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
 
 
 def read_collectives(hlo: str) -> tuple[Collective, ...]:
-    """Returns the collectives of a compiled program's text, equal ones of all layers together."""
+    """Returns the collectives of a compiled program's text, equal ones of all layers together.
+
+    Kernels that read what other devices have are among them: one summand from each, as large as
+    the running sum that they give.
+    """
     found: collections.Counter[tuple] = collections.Counter()
     for line in hlo.splitlines():
         if match := _LINE.search(line):
@@ -152,6 +159,11 @@ def read_collectives(hlo: str) -> tuple[Collective, ...]:
             if match["kind"] == "reduce-scatter":
                 nbytes *= devices  # the text has each device's slice only
             found[match["kind"], _scope(match["rest"]), nbytes, devices] += 1
+        elif match := _PEERS.search(line):
+            floats = [a for a in _ARRAY.findall(match["shape"]) if a[0] == "f32"]
+            where = _scope(match["rest"]).removesuffix(f"/{ops.REDUCE_MIX}")
+            devices = match["ids"].count(",") + 1
+            found[ops.REDUCE_MIX, where, _array_bytes(*floats[0]), devices] += 1
     return tuple(
         Collective(kind, where, count, nbytes, devices)
         for (kind, where, nbytes, devices), count in found.items()

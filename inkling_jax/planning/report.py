@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+
 from inkling_jax.config import TextConfig
 from inkling_jax.errors import InputError
-from inkling_jax.loading import mesh_mistakes
+from inkling_jax.loading import mesh_mistakes, packed_shapes
 from inkling_jax.planning import floors
 from inkling_jax.planning.floors import BLOCK, Shard, Weights, Work
 from inkling_jax.planning.hardware import HARDWARE, Hardware
@@ -141,14 +143,15 @@ def plan(
     with mesh_mistakes():
         wanted = MeshConfig.parse(mesh)
         found = devices(target, device, wanted.devices)
-        make_mesh(wanted, found)  # refuses before anything takes time
+        placed = make_mesh(wanted, found)  # refuses before anything takes time
     config, params = abstract_model(model)
     text, shape = config.text, abstract_mesh(wanted)
     tokens = min(PREFILL_TOKENS, context) if prefill_tokens is None else prefill_tokens
     _check(text, context, batch, tokens, acceptance)
     local = -(-batch // wanted.dp)
     rows = local * wanted.dp
-    with mesh_mistakes():
+    with mesh_mistakes(), jax.set_mesh(placed):
+        params = packed_shapes(params, config)
         shard = Shard(text, wanted, device_weights(params, shape))
         cache = device_cache(text, rows, context, shape)
     switched, used = _switched(wanted, text, rows, tokens)

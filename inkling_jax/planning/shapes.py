@@ -20,6 +20,7 @@ from inkling_jax.loading import checkpoint_params
 from inkling_jax.model import abstract_params, param_specs
 from inkling_jax.planning.floors import BLOCK, Weights
 from sharding.mesh import group_size
+from sharding.partition import shard_shapes
 
 SMALL = "small"
 NVFP4_LAYERS = 40  # of Inkling 2 Small as it is published; the last 8 are MXFP8
@@ -70,7 +71,7 @@ def device_weights(params: nnx.State, mesh: AbstractMesh) -> tuple[Weights, ...]
     """
     nbytes: Counter[tuple[str, str]] = Counter()
     elements: Counter[tuple[str, str]] = Counter()
-    for path, variable in nnx.to_flat_state(_shards(params, param_specs(params, mesh), mesh)):
+    for path, variable in nnx.to_flat_state(shard_shapes(params, param_specs(params, mesh), mesh)):
         value = variable.get_value()
         key = _part(path), format_of(value)
         nbytes[key] += _nbytes(value)
@@ -83,18 +84,11 @@ def device_weights(params: nnx.State, mesh: AbstractMesh) -> tuple[Weights, ...]
 def device_cache(text: TextConfig, rows: int, context: int, mesh: AbstractMesh) -> tuple[int, int]:
     """Returns the bytes of (keys and values, convolution states) that one device has."""
     cache = abstract_cache(text, rows, context, mesh)
-    shards = _shards(cache, cache_specs(cache, mesh), mesh)
+    shards = shard_shapes(cache, cache_specs(cache, mesh), mesh)
     return (
         sum(_nbytes((layer.k, layer.v)) for layer in shards.layers),
         sum(_nbytes(layer.conv) for layer in shards.layers),
     )
-
-
-def _shards(tree: Any, specs: Any, mesh: AbstractMesh) -> Any:
-    def part(array: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
-        return array.update(shape=NamedSharding(mesh, spec).shard_shape(array.shape))
-
-    return jax.tree.map(part, tree, specs)
 
 
 def _nbytes(tree: Any) -> int:

@@ -32,8 +32,8 @@ def allreduce_conv_mix(u: jax.Array, *args: Any, axes: Sequence[str], **options:
     """Returns `conv_mix` of the sum of `u` over mesh axes, the same bits on every device.
 
     Runs under `shard_map` on all devices of the mesh at once. They read each other's memory (NVLink
-    peer reads, no multicast), so `shard_map` must be given the mesh itself, not find it in the
-    context, and the devices' order on it must be that of their ids.
+    peer reads, no multicast), so their ids must be known when it is lowered, from the mesh given to
+    `shard_map` or from `jax.set_mesh`, and their order on the mesh must be that of the ids.
 
     Args:
       u: float32 [B, T, D], this device's summand.

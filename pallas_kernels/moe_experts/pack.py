@@ -8,6 +8,7 @@ A tile is two fragments: gate and up rows of w13, two times 16 rows of w2.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -45,7 +46,8 @@ class PackedExperts:
       scales: per lane, or pair of lanes for MXFP8, four bytes: rows g and g + 8 of the first
         fragment, then of the second; None for bfloat16.
       outer: what a product must be multiplied by at the end.
-      columns: C; short last steps are filled with zeros.
+      columns: C, or of each part where parts of C, each packed by itself, lie side by side (on a
+        mesh: one a device); short last steps are filled with zeros.
       interleaved: rows of the matrices run gate0, up0, gate1, ... (w13).
     """
 
@@ -62,7 +64,12 @@ class PackedExperts:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape counted in weights, [n, R, C]."""
-        return self.words.shape[0], 32 * self.words.shape[1], self.columns
+        return self.words.shape[0], 32 * self.words.shape[1], self.parts * self.columns
+
+    @property
+    def parts(self) -> int:
+        """How many parts C has."""
+        return self.words.shape[2] // -(-self.columns // 64)
 
     def __getitem__(self, index) -> "PackedExperts":
         """Selects along the leading axis; an array of indices gives as many matrices."""
@@ -106,7 +113,11 @@ def pack_nvfp4(
 
 
 def pack_mxfp8(
-    values: Shaped[Array, "n R C"], scales: UInt8[Array, "n R blocks"], *, interleaved: bool
+    values: Shaped[Array, "n R C"],
+    scales: UInt8[Array, "n R blocks"],
+    *,
+    interleaved: bool,
+    axes: Sequence[str] = (),
 ) -> PackedExperts:
     """Packs MXFP8 experts; exact but for blocks 2^113 below the largest of their expert.
 
@@ -114,6 +125,7 @@ def pack_mxfp8(
       values: float8_e4m3fn [n, R, C].
       scales: uint8 [n, R, C / 32], exponents biased by 127.
       interleaved: rows run gate0, up0, gate1, ... (w13).
+      axes: mesh axes over which the experts' other parts lie, so that all get the same `outer`.
     """
     codes = _fragments(lax.bitcast_convert_type(values, jnp.uint8), interleaved)
     codes = codes.astype(jnp.uint32)
@@ -124,6 +136,7 @@ def pack_mxfp8(
         half |= (second >> 7) << 11 | (second >> 4 & 7) << 12 | second & 15
         word |= half << (16 * b)
     top = scales.max(axis=(1, 2))
+    top = lax.pmax(top, tuple(axes)) if axes else top
     shifted = scales.astype(jnp.int32) - top[:, None, None].astype(jnp.int32) + MXFP8_TOP
     lanes = _lane_scales(jnp.maximum(shifted, 0).astype(jnp.uint8), interleaved, 2)
     exponent = top.astype(jnp.int32) + MXFP8_REPAIR_EXPONENT

@@ -30,10 +30,11 @@ def unpack(packed: PackedExperts) -> Float[Array, "n R C"]:
     values = values.transpose(0, 1, 3, 8, 4, 2, 5, 6, 7, 9)
     if packed.scales is not None:
         values = values * _scales(packed)[..., None, None, None]
-    values = values.reshape(*values.shape[:5], 64 * steps)
+    values = values.reshape(*values.shape[:5], -1)
     if packed.interleaved:  # rows run g of a half, then fragment: gate and up side by side
         values = values.transpose(0, 1, 3, 4, 2, 5)
-    return values.reshape(packed.shape[0], packed.shape[1], -1)[..., : packed.columns]
+    values = values.reshape(*packed.shape[:2], packed.parts, -1)
+    return values[..., : packed.columns].reshape(packed.shape)
 
 
 def _nvfp4(word: jax.Array) -> jax.Array:
