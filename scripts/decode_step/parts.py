@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from inkling_jax import ops, quant
 from inkling_jax.cache import Cache, init_cache
-from inkling_jax.config import FULL, SLIDING, Config, VisionConfig, inkling2_small
+from inkling_jax.config import FULL, SLIDING, Config, TextConfig, VisionConfig, inkling2_small
 from inkling_jax.model import abstract_params
 
 RANKS = 4
@@ -36,22 +36,27 @@ class Part(NamedTuple):
 def full_size() -> list[Part]:
     """Returns 12 layers of full width, and one rank of four with all 48 layers."""
     text = inkling2_small().text
-    rank = dataclasses.replace(
+    layers = dataclasses.replace(text, num_hidden_layers=12, layer_types=text.layer_types[:12])
+    formats = ("nvfp4",) * 40 + ("mxfp8",) * 8
+    return [
+        Part("slice", text_only(layers), ("nvfp4",) * 12, jnp.bfloat16),
+        Part("rank", text_only(one_of(RANKS, text)), formats, jnp.bfloat16),
+    ]
+
+
+def one_of(ranks: int, text: TextConfig) -> TextConfig:
+    """Returns what one of so many tensor-parallel devices computes, as a model of its own."""
+    return dataclasses.replace(
         text,
-        moe_intermediate_size=text.moe_intermediate_size // RANKS,
-        vocab_size=text.vocab_size // RANKS,
-        unpadded_vocab_size=text.vocab_size // RANKS,
+        moe_intermediate_size=text.moe_intermediate_size // ranks,
+        vocab_size=text.vocab_size // ranks,
+        unpadded_vocab_size=text.vocab_size // ranks,
         **{
-            name: getattr(text, name) // RANKS
+            name: getattr(text, name) // ranks
             for kind in ("", "swa_")
             for name in (f"{kind}num_attention_heads", f"{kind}num_key_value_heads")
         },
     )
-    layers = dataclasses.replace(text, num_hidden_layers=12, layer_types=text.layer_types[:12])
-    return [
-        Part("slice", _config(layers), ("nvfp4",) * 12, jnp.bfloat16),
-        Part("rank", _config(rank), ("nvfp4",) * 40 + ("mxfp8",) * 8, jnp.bfloat16),
-    ]
 
 
 def smoke_size() -> list[Part]:
@@ -62,12 +67,12 @@ def smoke_size() -> list[Part]:
         rel_extent=16,
     )  # fmt: skip
     rank = full_size()[1]
-    config = _config(dataclasses.replace(rank.config.text, **sizes))
+    config = text_only(dataclasses.replace(rank.config.text, **sizes))
     return [Part(rank.name, config, rank.formats[-2:], jnp.float32)]
 
 
-def _config(text) -> Config:
-    """A configuration with hardly any image tower: decoding does not touch it."""
+def text_only(text: TextConfig) -> Config:
+    """Returns a configuration with hardly any image tower: no text touches it."""
     vision = VisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
     vision = dataclasses.replace(vision, text_hidden_size=text.hidden_size)
     return Config(text, vision, image_token_id=0)
