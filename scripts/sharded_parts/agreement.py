@@ -4,7 +4,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import inkling_jax as ij
-from inkling_jax import ops
 from inkling_jax.cache import init_cache
 from inkling_jax.config import Config
 from inkling_jax.generation import decode
@@ -78,7 +76,6 @@ def full_width(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[
     In float32 the largest difference counts. In bfloat16, where decoding is by kernels, it is the
     median over the tokens of the relative error: one rounding can tip a token's choice of experts.
     """
-    os.environ[ops.SWITCH] = "1"
     dtypes = ("float32",) if options.small else ("float32", "bfloat16")
     parts = {name: few_layers(devices, jnp.dtype(name), options.small) for name in dtypes}
     count = FEW_TOKENS if options.small else TOKENS
