@@ -8,22 +8,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from inkling_jax import ops
-from inkling_jax.cache import cache_specs
-from inkling_jax.model import param_specs
+from inkling_jax.cache import Cache, cache_specs
 from inkling_jax.planning import floors
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.shapes import place
 from scripts.bench_decode import read_rate, step_seconds
-from scripts.decode_step.parts import ROOM, bytes_of_a_step, random_cache, random_params
+from scripts.decode_step.parts import ROOM, Part, bytes_of_a_step, random_cache
 from scripts.decode_step.programs import Case, step_loop
 from scripts.sharded_parts.programs import row, side_by_side
-from scripts.sharded_parts.slices import copies, join_cache, join_params, shapes, some_layers
+from scripts.sharded_parts.slices import copies, drawn, join, on, some_layers, stored
 
 CONTEXT, SHORT_CONTEXT = 8192, 64  # tokens read before; where sizes are small
-PATHS = ("plain", "kernels")
+PATHS = {"plain": "0", "kernels": "1"}  # by what `ops.SWITCH` is set to
 PLANNED = HARDWARE["h200"].reachable
 
 
@@ -35,37 +35,33 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
     """
     part = some_layers(devices, options.small)
     context = SHORT_CONTEXT if options.small else CONTEXT
-    mesh, over = part.mesh(), f"tp={len(devices)}"
+    places: dict[str, tuple[Part, Mesh | None]] = {
+        "share": (part.rank, None),
+        f"tp={len(devices)}": (part.whole, part.mesh()),
+    }
     lowered, chosen = {}, {}
     for path in PATHS:
-        os.environ[ops.SWITCH] = str(int(path == "kernels"))  # is read while functions are traced
-        lowered[path, "share"] = _lower_decode(Case(part.rank, path, 1, (context,)), None)
-        lowered[path, over] = _lower_decode(Case(part.whole, path, 1, (context,)), mesh)
+        os.environ[ops.SWITCH] = PATHS[path]  # is read while functions are traced
+        for where, (held, mesh) in places.items():
+            lowered[path, where] = _lower_decode(Case(held, path, 1, (context,)), mesh)
         chosen[path] = ops.chosen()
     compiled = side_by_side({case: program.compile for case, program in lowered.items()})
     yield None
     rate = read_rate(1 << 20 if options.small else 1 << 32)
     yield {"read_bytes_per_second": rate}
-
-    text = part.whole.config.text
-    local, cache = random_params(part.rank, packed=False), random_cache(part.rank, context, context)
-    size = bytes_of_a_step(part.rank, local, text.num_experts_per_tok, context)
     work = floors.step("decode", part.shard(), 1, context, 1, 1)
+    picks = part.whole.config.text.num_experts_per_tok
     token = jnp.zeros((1, 1), jnp.int32)
-    given = {
-        "share": ((token, cache), local),
-        over: (
-            (token, join_cache(part, copies(cache, devices), mesh, context)),
-            join_params(part, copies(local, devices), mesh),
-        ),
-    }
 
-    def measure(path: str, where: str) -> dict[str, Any]:
-        times = step_seconds(compiled[path, where].result(), *given[where], ROOM)
+    def measure(path: str, where: str, params: nnx.State, cache: Cache) -> dict[str, Any]:
+        held, mesh = places[where]
+        size = bytes_of_a_step(part.rank, params, picks, context)
+        if mesh:
+            params = join(copies(params, devices), stored(held, mesh))
+            cache = join(copies(cache, devices), _cache_of(held, context, mesh))
+        times = step_seconds(compiled[path, where].result(), (token, cache), params, ROOM)
         middle = statistics.median(times)
-        expected = work.expected(PLANNED)
-        if where == "share":
-            expected -= work.communication(PLANNED)
+        expected = work.expected(PLANNED) - (0 if mesh else work.communication(PLANNED))
         return {
             "ms": 1e3 * middle,
             "spread_ms": 1e3 * (max(times) - min(times)),
@@ -76,17 +72,23 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
             "chosen": chosen[path],
         }
 
-    for path, where in compiled:
-        yield row({"path": path, "where": where, "context": context}, measure, path, where)
+    for path in PATHS:
+        os.environ[ops.SWITCH] = PATHS[path]
+        share = drawn(part.rank), random_cache(part.rank, context, context)
+        for where in places:
+            name = {"path": path, "where": where, "context": context}
+            yield row(name, measure, path, where, *share)
+        del share  # before the next is drawn
 
 
 def _lower_decode(case: Case, mesh: Mesh | None) -> jax.stages.Lowered:
-    params = shapes(case.part)
-    cache = jax.eval_shape(lambda: random_cache(case.part, case.contexts[0], 0))
     token, trips = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), ()))
-    if mesh is None:
-        return step_loop(case).lower((token, cache), params, trips)
-    with jax.set_mesh(mesh):
-        cache = place(cache, cache_specs(cache, mesh), mesh)
-        params = place(params, param_specs(params, mesh), mesh)
-        return step_loop(case).lower((token, cache), params, trips)
+    carry = (token, _cache_of(case.part, case.contexts[0], mesh))
+    with on(mesh):
+        return step_loop(case).lower(carry, stored(case.part, mesh), trips)
+
+
+def _cache_of(part: Part, context: int, mesh: Mesh | None) -> Cache:
+    """Its shapes, and where they lie on a mesh."""
+    cache = jax.eval_shape(lambda: random_cache(part, context, 0))
+    return place(cache, cache_specs(cache, mesh), mesh) if mesh else cache

@@ -15,18 +15,19 @@ from jaxtyping import Array, Float, Int
 from inkling_jax import moe
 from inkling_jax.cache import Cache, cache_specs, init_cache
 from inkling_jax.config import Config
-from inkling_jax.model import forward, param_specs, unembed
+from inkling_jax.model import forward, unembed
 from inkling_jax.planning import floors, programs
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.shapes import place
-from scripts.decode_step.parts import MAX_BLOCK, Part, random_params
+from scripts.decode_step.parts import MAX_BLOCK, Part
 from scripts.sharded_parts.programs import row, side_by_side
 from scripts.sharded_parts.slices import (
     Slice,
     copies,
-    join_params,
-    shapes,
+    drawn,
+    join,
     some_layers,
+    stored,
     tokens_of,
 )
 from sharding.mesh import Switch, make_mesh
@@ -52,7 +53,7 @@ def prefill(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dic
         | {sp: functools.partial(_plan, part, sp, count, options.small) for sp in SWITCHES}
     )
     yield None
-    shares = copies(random_params(part.rank, packed=False), devices)
+    shares = copies(drawn(part.rank), devices)
 
     def measure(experts: str) -> dict[str, Any]:
         runs, found = {}, {}
@@ -60,7 +61,7 @@ def prefill(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dic
             mesh, program = part.mesh(sp), compiled[experts, sp].result()
             with jax.set_mesh(mesh):
                 cache = jax.jit(functools.partial(_empty_cache, part.whole, count))()
-            params, tokens = join_params(part, shares, mesh), tokens_of(part, count)
+            params, tokens = join(shares, stored(part.whole, mesh)), tokens_of(part, count)
             runs[sp] = functools.partial(program, params, tokens, cache)
             found[sp] = _memory(program, runs[sp], devices[-1])
         for sp, times in _in_turn(runs).items():
@@ -90,14 +91,11 @@ EXPERTS = {"plain JAX": moe.experts, "left out": _no_experts}
 
 def _lower_prefill(part: Slice, experts: str, sp: Switch, count: int) -> jax.stages.Lowered:
     mesh, tokens = part.mesh(sp), jax.ShapeDtypeStruct((1, count), jnp.int32)
-    params = shapes(part.whole)
     cache = jax.eval_shape(functools.partial(_empty_cache, part.whole, count))
+    cache = place(cache, cache_specs(cache, mesh), mesh)
+    run = functools.partial(_prefill, part.whole.config, EXPERTS[experts])
     with jax.set_mesh(mesh):
-        return jax.jit(functools.partial(_prefill, part.whole.config, EXPERTS[experts])).lower(
-            place(params, param_specs(params, mesh), mesh),
-            tokens,
-            place(cache, cache_specs(cache, mesh), mesh),
-        )
+        return jax.jit(run).lower(stored(part.whole, mesh), tokens, cache)
 
 
 def _prefill(
@@ -143,7 +141,7 @@ def _plan(part: Slice, sp: Switch, count: int, small: bool) -> dict[str, int]:
     """Bytes of temporaries as planned without a device, and those live between collectives."""
     target = "cpu" if small else "cuda"
     mesh = make_mesh(part.config(sp), programs.devices(target, PLANNED, len(part.devices)))
-    params = shapes(part.whole)
+    params = stored(part.whole, mesh)
     program = programs.compile_program(
         "prefill", part.whole.config, params, mesh, target, 1, count, count
     )

@@ -1,5 +1,6 @@
 """Layers of full width with random weights, over tp: whole, or the same share on every device."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,16 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from inkling_jax.cache import Cache, cache_specs
+from inkling_jax import ops
 from inkling_jax.config import FULL, SLIDING, inkling2_small
+from inkling_jax.loading import packed_shapes
 from inkling_jax.model import param_specs
 from inkling_jax.planning.floors import Shard
-from inkling_jax.planning.shapes import device_weights
+from inkling_jax.planning.shapes import device_weights, place
 from inkling_jax.quant import Format
-from scripts.decode_step.parts import Part, one_of, random_cache, random_params, text_only
+from scripts.decode_step.parts import Part, one_of, random_params, text_only
 from scripts.decode_step.programs import far_apart
 from sharding.mesh import MeshConfig, Switch, abstract_mesh, make_mesh
 
@@ -45,7 +47,7 @@ class Slice(NamedTuple):
 
     def shard(self) -> Shard:
         """What one device has of them, as the planner sees it."""
-        weights = device_weights(shapes(self.whole), abstract_mesh(self.config()))
+        weights = device_weights(stored(self.whole, self.mesh()), abstract_mesh(self.config()))
         return Shard(self.whole.config.text, self.config(), weights)
 
 
@@ -75,9 +77,24 @@ def _slice(
     return Slice(whole, whole._replace(config=text_only(one_of(len(devices), text))), devices)
 
 
-def shapes(part: Part) -> nnx.State:
-    """Returns the shapes of its parameters, experts as published."""
-    return jax.eval_shape(lambda: random_params(part, packed=False))
+def stored(part: Part, mesh: Mesh | None) -> nnx.State:
+    """Returns the shapes of its parameters as `load` leaves them, and where they lie on a mesh."""
+    params = jax.eval_shape(lambda: random_params(part, packed=False))
+    with on(mesh):
+        params = packed_shapes(params, part.config)
+    return place(params, param_specs(params, mesh), mesh) if mesh else params
+
+
+def on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Lets functions run over a mesh; None is one device."""
+    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
+
+
+def drawn(part: Part) -> nnx.State:
+    """Returns random parameters as `load` leaves them, on one device."""
+    text = part.config.text
+    packed = ops.packs_experts(text.hidden_size, text.moe_intermediate_size, part.dtype)
+    return random_params(part, packed)
 
 
 def tokens_of(part: Slice, count: int) -> jax.Array:
@@ -90,21 +107,10 @@ def copies(share: Any, devices: Sequence[Any]) -> list[Any]:
     return [jax.device_put(share, device) for device in devices]
 
 
-def join_params(part: Slice, shares: list[nnx.State], mesh: Mesh) -> nnx.State:
-    """Returns the parameters of which each device has its share."""
-    whole = shapes(part.whole)
-    return _join(shares, whole, param_specs(whole, mesh), mesh)
+def join(shares: Sequence[Any], whole: Any) -> Any:
+    """Returns the arrays, shaped and placed like `whole`, of which each device has its share."""
 
+    def joined(whole: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, arrays)
 
-def join_cache(part: Slice, shares: list[Cache], mesh: Mesh, capacity: int) -> Cache:
-    """Returns the cache of which each device has its share."""
-    whole = jax.eval_shape(lambda: random_cache(part.whole, capacity, 0))
-    return _join(shares, whole, cache_specs(whole, mesh), mesh)
-
-
-def _join(shares: list[Any], whole: Any, specs: Any, mesh: Mesh) -> Any:
-    def join(shape: jax.ShapeDtypeStruct, spec: jax.P, *arrays: jax.Array) -> jax.Array:
-        sharding = NamedSharding(mesh, spec)
-        return jax.make_array_from_single_device_arrays(shape.shape, sharding, arrays)
-
-    return jax.tree.map(join, whole, specs, *shares)
+    return jax.tree.map(joined, whole, *shares)
