@@ -41,6 +41,7 @@ def nano(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict |
     def generated(mesh: str | None) -> ij.GenerationOutput:
         model = ij.load(options.model, dtype="float32", mesh=mesh)
         assert model.tokenizer is not None
+        print(f"# nano: {mesh or 'one device'} is loaded", flush=True)
         [output] = model.generate([model.tokenizer.encode(json.__doc__)[:PROMPT]], greedy)
         print(f"# nano: {mesh or 'one device'} has answered", flush=True)
         return output

@@ -33,7 +33,7 @@ from scripts.sharded_parts.slices import (
 from sharding.mesh import Switch, make_mesh
 
 TOKENS, FEW_TOKENS = 8192, 64  # all of them new; where sizes are small
-REPEATS = 5
+REPEATS = 4
 SWITCHES: tuple[Switch, ...] = ("on", "off")  # in this order, as a peak of memory only rises
 PLANNED = HARDWARE["h200"]
 
@@ -134,6 +134,7 @@ def _in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
             begin = time.perf_counter()
             jax.block_until_ready(run())
             times[name].append(time.perf_counter() - begin)
+            print(f"# {name}: {times[name][-1]:.3f} s", flush=True)
     return times
 
 
