@@ -1,10 +1,12 @@
 """A decoding step of some layers of full width over tp, with its collectives and without."""
 
 import argparse
+import contextlib
 import os
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +25,13 @@ from scripts.sharded_parts.programs import row, side_by_side
 from scripts.sharded_parts.slices import copies, drawn, join, on, some_layers, stored
 
 CONTEXT, SHORT_CONTEXT = 8192, 64  # tokens read before; where sizes are small
-PATHS = {"plain": "0", "kernels": "1"}  # by what `ops.SWITCH` is set to
+PSUM = "kernels, psum"
+PATHS = ("plain", PSUM, "kernels")  # the last adds up within a kernel
 PLANNED = HARDWARE["h200"].reachable
 
 
 def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict | None]:
-    """Yields the read ceiling, then a row for plain JAX and kernels, over tp and without the rest.
+    """Yields the read ceiling, then a row for each path, over tp and for a device's share alone.
 
     "share" is what one device holds, as a model of its own: the same weights and products without
     collectives. A step reads one token, so of the experts exactly those that it picks.
@@ -41,9 +44,9 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
     }
     lowered, chosen = {}, {}
     for path in PATHS:
-        os.environ[ops.SWITCH] = PATHS[path]  # is read while functions are traced
         for where, (held, mesh) in places.items():
-            lowered[path, where] = _lower_decode(Case(held, path, 1, (context,)), mesh)
+            with _choosing(path):
+                lowered[path, where] = _lower_decode(Case(held, path, 1, (context,)), mesh)
         chosen[path] = ops.chosen()
     compiled = side_by_side({case: program.compile for case, program in lowered.items()})
     yield None
@@ -57,7 +60,8 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
         held, mesh = places[where]
         size = bytes_of_a_step(part.rank, params, picks, context)
         if mesh:
-            params = join(copies(params, devices), stored(held, mesh))
+            with _choosing(path):
+                params = join(copies(params, devices), stored(held, mesh))
             cache = join(copies(cache, devices), _cache_of(held, context, mesh))
         times = step_seconds(compiled[path, where].result(), (token, cache), params, ROOM)
         middle = statistics.median(times)
@@ -69,16 +73,25 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
             "floor_ms": 1e3 * size / rate,
             "share_of_ceiling": size / rate / middle,
             "predicted_ms": 1e3 * expected,
-            "chosen": chosen[path],
-        }
+        } | ({"chosen": chosen[path]} if mesh else {})
 
     for path in PATHS:
-        os.environ[ops.SWITCH] = PATHS[path]
-        share = drawn(part.rank), random_cache(part.rank, context, context)
+        with _choosing(path):
+            share = drawn(part.rank), random_cache(part.rank, context, context)
         for where in places:
             name = {"path": path, "where": where, "context": context}
             yield row(name, measure, path, where, *share)
         del share  # before the next is drawn
+
+
+@contextlib.contextmanager
+def _choosing(path: str) -> Iterator[None]:
+    """Makes `ops` choose what the path is about."""
+    switch = mock.patch.dict(os.environ, {ops.SWITCH: str(int(path != "plain"))})
+    kernel, reason = ops.allreduce_conv_mix_kernel, "psum is to be timed"
+    refused = mock.patch.object(kernel, "unsupported", return_value=reason)
+    with switch, refused if path == PSUM else contextlib.nullcontext():
+        yield
 
 
 def _lower_decode(case: Case, mesh: Mesh | None) -> jax.stages.Lowered:
