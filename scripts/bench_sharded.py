@@ -1,6 +1,6 @@
 """Checks and times on several GPUs what one GPU cannot show. Multicast stays off.
 
-    python scripts/bench_sharded.py --commit $COMMIT [--only check,latency] [--minutes 5.4]
+    python scripts/bench_sharded.py --commit $COMMIT [--only check latency] [--minutes 5.4]
 
 check: allreduce_conv_mix against psum and plain conv_mix, with random skew between the devices.
 nano, slice: a model over tp against one GPU, sp on and off: text and logits of the shipped model,
@@ -10,14 +10,13 @@ prefill: 8,192 tokens through six layers of full width, tokens split (sp) and no
   beside the planner's.
 decode: a step of the same layers, with collectives, and of one device's share without them.
 
-Each part is a process of its own. All of them compile from the start; then they measure one after
-the other, those first whose results do not depend on who else is compiling. A part that hangs is
-killed and ends as a row that says so, and so does one that the time does not suffice for. Results
-are written after every row. With fewer than two GPUs nothing runs, and the output says why.
+Each part is a process of its own. All of them (but nano) compile from the start, and they measure
+one after the other, those first whose results do not depend on who else is compiling. A part that
+hangs is killed and ends as a row that says so, and so does one that the time does not suffice for.
+Results are written after every row. With fewer than two GPUs nothing runs, and the output says why.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -28,8 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.sharded_parts.turns import start, stop, turn
+from scripts.time_limit import write_json
 
-ROOT = Path(__file__).parents[1]
 # Flags of XLA by part: where speed does not count, nothing is tuned; tuning Triton takes minutes.
 UNTUNED, TUNED = "--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false"
 PARTS = {
@@ -60,16 +59,14 @@ def environment(part: str, small: bool) -> dict[str, str]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads the command line."""
-    nano = ROOT / "checkpoints/inkling-jax-nano"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
     parser.add_argument("--minutes", type=float, default=5.4, help="everything ends after these")
     parser.add_argument("--patience", type=float, default=75, help="seconds without a word")
     parser.add_argument("--repetitions", type=int, default=10_000, help="calls of the check")
-    parser.add_argument("--model", type=Path, default=nano, help="directory for the part nano")
     parser.add_argument("--small", action="store_true", help="small sizes on two simulated devices")
     parser.add_argument("--commit", help="where the checkout has no git")
-    parser.add_argument("--out", type=Path, default=ROOT / "scripts/results/sharded_h200.json")
+    parser.add_argument("--out", type=Path, default=Path("scripts/results/sharded_h200.json"))
     parser.add_argument("--worker", choices=PARTS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -89,11 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "commit": options.commit or subprocess.check_output(git, text=True).strip()
     }
     rows: list[dict[str, Any]] = []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, *arguments, "--worker"]
     workers = {
-        part: start([*command, part], environment(part, options.small))
-        for part in options.only.split(",")
+        part: start([*command, part], environment(part, options.small)) for part in options.only
     }
     try:
         for part, worker in workers.items():
@@ -104,8 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     result |= row
                 else:
                     rows.append({"part": part} | row)
-                written = result | {"seconds": seconds, "rows": rows}
-                options.out.write_text(json.dumps(written, indent=1) + "\n")
+                write_json(options.out, result | {"seconds": seconds, "rows": rows})
     finally:
         for worker in workers.values():
             stop(worker)

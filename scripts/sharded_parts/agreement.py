@@ -5,6 +5,7 @@ import concurrent.futures
 import functools
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from scripts.sharded_parts.programs import row, side_by_side
 from scripts.sharded_parts.slices import Slice, few_layers, on, stored, tokens_of
 from sharding.mesh import Switch
 
+NANO = Path(__file__).parents[2] / "checkpoints/inkling-jax-nano"
 SWITCHES: tuple[Switch, ...] = ("off", "on")
 PROMPT, REPLY = 512, 64  # tokens of nano's text
 TOKENS, FEW_TOKENS = 264, 32  # of full width, and where sizes are small
@@ -39,7 +41,7 @@ def nano(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict |
     )
 
     def generated(mesh: str | None) -> ij.GenerationOutput:
-        model = ij.load(options.model, dtype="float32", mesh=mesh)
+        model = ij.load(NANO, dtype="float32", mesh=mesh)
         assert model.tokenizer is not None
         print(f"# nano: {mesh or 'one device'} is loaded", flush=True)
         [output] = model.generate([model.tokenizer.encode(json.__doc__)[:PROMPT]], greedy)
