@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from jax import lax
 
+from inkling_jax import ops
 from pallas_kernels.allreduce_conv_mix.reference import allreduce_conv_mix as plain
 from pallas_kernels.conv_mix.reference import conv_mix
+from pallas_kernels.moe_experts import PackedExperts
 from scripts import bench_sharded
-from scripts.sharded_parts import agreement, allreduce, turns
+from scripts.sharded_parts import agreement, allreduce, slices, turns
 
 
 @pytest.fixture
@@ -70,6 +72,18 @@ def test_every_variant_gets_a_row_though_one_fails(mesh, monkeypatch):
         {"variant": "alone", "rows": 2, "error": "RuntimeError: too large"},
         {"variant": "plain", "rows": 2, "us": pytest.approx(1.0), "spread_us": 0.0},
     ]
+
+
+@pytest.mark.parametrize("refusal", [None, "no kernel"])
+def test_shares_join_to_what_load_leaves_on_a_mesh(refusal, monkeypatch):
+    monkeypatch.setattr(ops, "device_refusal", lambda: refusal)
+    part = slices.few_layers(jax.devices()[:2], jnp.bfloat16, small=True)
+    whole = slices.stored(part.whole, part.mesh())
+    share = jax.eval_shape(lambda: slices.drawn(part.rank))
+    assert isinstance(share["layers"][0]["moe"]["w13"].get_value(), PackedExperts) == (not refusal)
+    assert jax.tree.structure(whole) == jax.tree.structure(share)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(share), strict=True):
+        assert (a.sharding.shard_shape(a.shape), a.dtype) == (b.shape, b.dtype)
 
 
 def test_differences_are_those_of_the_worst_logit_and_of_the_middle_token():

@@ -85,7 +85,8 @@ def random_params(part: Part, packed: bool) -> nnx.State:
         key = jax.random.fold_in(jax.random.key(0, impl="rbg"), index)
         spec = variable.get_value()
         if path[-1] in ("w13", "w2"):
-            return _draw_experts(key, spec.shape, part.formats[path[1]], packed)
+            fmt, interleaved = part.formats[path[1]], path[-1] == "w13"
+            return _draw_experts(key, spec.shape, fmt, packed, interleaved)
         return _draw(key, spec.shape, spec.dtype, variable.init)
 
     flat = nnx.to_flat_state(abstract_params(part.config, part.dtype))
@@ -109,13 +110,13 @@ def _draw(key, shape, dtype, init):
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw_experts(key, shape, fmt, packed):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _draw_experts(key, shape, fmt, packed, interleaved):
     """Draws the bits themselves, so that nothing is quantized or reordered."""
     specs = quant.abstract(shape, fmt)
     mask, scales, outer = PUBLISHED[fmt]
     if packed:
-        pack = functools.partial(ops.pack_experts, interleaved=shape[1] > shape[2])
+        pack = functools.partial(ops.pack_experts, interleaved=interleaved)
         specs = jax.eval_shape(pack, specs)
         mask, scales, outer = PACKED[fmt]
 
