@@ -302,14 +302,15 @@ def load(
     """
     read = functools.partial(_load, model, dtype, context, revision, drafter, draft_tokens)
     if mesh is None:
-        return read(None)
+        return _prepared(read(None))
     with mesh_mistakes():
         config = MeshConfig.parse(mesh)
         join_hosts()
         agree_on(config)
         devices = make_mesh(config)
         with together("loading"):
-            return read(devices)
+            engine = read(devices)
+        return _prepared(engine)
 
 
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
@@ -348,12 +349,17 @@ def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | N
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
     shardings = mesh and functools.partial(param_shardings, mesh=mesh)
     params = load_params(directory, config, dtype, shardings)
-    with _on(mesh):
-        params = pack_for_kernels(params, config)
-    if speculator is not None:
-        if mesh is not None:  # a drafter is small: every device has all of it
-            speculator = jax.device_put(speculator, NamedSharding(mesh, PartitionSpec()))
-        with _on(mesh):
-            speculator = with_costs(params, config, speculator)
     defaults = SamplingParams.from_generation_config(found)
     return Engine(params, config, tokenizer, defaults, stop_ids, context, speculator, mesh)
+
+
+def _prepared(engine: Engine) -> Engine:
+    """Packs experts and times the drafter: what all devices do together, once all have loaded."""
+    mesh, speculator = engine.mesh, engine.speculator
+    with _on(mesh):
+        params = pack_for_kernels(engine.params, engine.config)
+        if speculator is not None:
+            if mesh is not None:  # a drafter is small: every device has all of it
+                speculator = jax.device_put(speculator, NamedSharding(mesh, PartitionSpec()))
+            speculator = with_costs(params, engine.config, speculator)
+    return dataclasses.replace(engine, params=params, speculator=speculator)

@@ -63,12 +63,11 @@ def chosen() -> dict[str, str]:
 
 def device_refusal() -> str | None:
     """Says why no kernel can run on the device that functions are traced for, or None."""
-    if target := jax.sharding.get_abstract_mesh().abstract_device:  # a build for another machine
+    device, target = _default_device(), jax.sharding.get_abstract_mesh().abstract_device
+    platform = getattr(device, "platform", device)
+    capability = getattr(device, "compute_capability", None)
+    if target and target.platform != platform:  # a build for another machine
         platform, capability = target.platform, None
-    else:
-        device = _default_device()
-        platform = getattr(device, "platform", device)
-        capability = getattr(device, "compute_capability", None)
     if platform not in ("gpu", "cuda"):
         return f"the platform is {platform}"
     if capability is not None and float(capability) < CAPABILITY:

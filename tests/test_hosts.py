@@ -1,6 +1,7 @@
 """Processes that work as one: they meet, agree, and fail together."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -37,6 +38,17 @@ expected = load_file(sys.argv[1] + "/expected.safetensors")
 greedy = ij.SamplingParams(temperature=0.0, max_tokens=len(expected["greedy.tokens"]))
 prompt, tokens = (expected["greedy." + name].tolist() for name in ("prompt", "tokens"))
 print(model.generate([prompt], greedy)[0].token_ids == tokens)
+"""
+
+
+LOAD = """
+import sys
+import inkling_jax as ij
+directory, mesh = sys.argv[1].split()
+try:
+    ij.load(directory, mesh=mesh)
+except ij.InputError as e:
+    print(e)
 """
 
 
@@ -83,6 +95,28 @@ def test_processes_that_differ_stop_together(arguments, says):
 @pytest.mark.long
 def test_two_processes_give_the_text_of_one():
     assert run_two(ANSWER, str(SMALL), str(SMALL)) == ["True", "True"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "mesh", "says"),
+    [
+        ("small", "tp=4", "needs 4 devices, 2 are there"),
+        ("packed", "tp=2", "tp=2; tp can be 1"),
+    ],
+)
+def test_two_processes_refuse_a_mesh_alike(case, mesh, says):
+    for printed in run_two(LOAD, *[f"{ROOT}/tests/fixtures/{case}/checkpoint {mesh}"] * 2):
+        assert says in printed
+
+
+@pytest.mark.long
+def test_a_file_that_one_process_lacks_stops_both(tmp_path):
+    lacking = shutil.copytree(SMALL / "checkpoint", tmp_path / "checkpoint")
+    (lacking / "model.safetensors").unlink()
+    found = run_two(LOAD, f"{SMALL}/checkpoint tp=2", f"{lacking} tp=2")
+    assert found[0].startswith("loading failed in processes [1]")
+    assert "model.safetensors" in found[1]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import types
 from collections import Counter
 
 import helpers
@@ -13,6 +14,7 @@ import ptx_emulator
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from inkling_jax import attention, model, moe, ops, quant, sampling, short_conv
 from inkling_jax.cache import init_cache
@@ -229,6 +231,14 @@ def test_a_cpu_packs_nothing():
     assert ops.device_refusal() == "the platform is cpu"
     assert pack_for_kernels(params, CONFIG) is params
     assert isinstance(nnx.to_pure_dict(params)["layers"][0]["moe"]["w13"], quant.QuantTensor)
+
+
+def test_older_devices_have_no_kernels_on_a_mesh_either(monkeypatch):
+    older = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
+    monkeypatch.setattr(ops, "_default_device", lambda: older)
+    mesh = AbstractMesh((2,), ("tp0",), abstract_device=AbstractDevice("NVIDIA A100", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert ops.device_refusal() == "the compute capability is 8.0, kernels need 9.0"
 
 
 def test_a_model_spread_over_devices_keeps_the_plain_path(on_gpu):
