@@ -268,7 +268,9 @@ def main() -> None:
         measure = jax.jit(
             functools.partial(draft_blocks, drafter=drafter, config=config, anchors=ANCHORS_SHORT)
         )
-        made = [b for i in range(HELD_OUT_TURNS) for b in held_out.make(10**6 + i)]
+        made = []
+        for i in range(HELD_OUT_TURNS):
+            made += [*held_out.make(10**6 + i), data.make_replies(held_out.source, i)]
         found = [
             measure(state.params, target=target, batch=batch, key=jax.random.key(i))
             for i, batch in enumerate(made)
@@ -285,6 +287,7 @@ def calibrated(out: Path, drafter: DrafterConfig, state: TrainState, found) -> d
     )
     half = len(said) // 2
     fitted, _ = calibrate.temperatures(said[:half], accept[:half], counts[:half])
+    said = np.clip(said, 1e-6, 1 - 1e-6)
     score = np.log(said / (1 - said))
     scaled = 1 / (1 + np.exp(-score / np.array(fitted)))
     whole = counts[half:, -1]

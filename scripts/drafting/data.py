@@ -18,7 +18,7 @@ from inkling_jax.sampling import Sampling, keys_from_seeds
 LONG = batches.Sizes(text=0, retrieval=3, chats=5, read_documents=False)
 PROMPT, REPLY, ROWS = 256, 256, 32  # of the other batches
 AT_ONCE = 2  # batches of continuations drawn together, the most tokens that the kernel takes
-LONG_TURN, CONTINUED_TURN, TURNS = 0, 4, 8  # of so many batches; at the other turns: replies
+LONG_TURN, CONTINUED_TURNS, TURNS = 0, (3, 6), 8  # at the other turns of so many: replies
 
 
 class Batch(NamedTuple):
@@ -40,7 +40,7 @@ def of_corpus(made: batches.Batch) -> Batch:
 
 def draw_prompt(rng: np.random.Generator, source: batches.Source) -> np.ndarray:
     """Draws the start of a document or a question in the chat format, at most `PROMPT` tokens."""
-    if rng.random() < 0.25:
+    if rng.random() < 0.75:
         length = int(rng.integers(16, PROMPT))
         start = int(rng.integers(len(source.tokens) - length))
         return np.asarray(source.tokens[start : start + length], np.int32)
@@ -136,7 +136,7 @@ def _replies_of(work: Path, seed: int) -> Batch:
 def stream(
     work: Path, continuations: Continuations, first: int, pool: int, workers: int
 ) -> Iterator[Batch]:
-    """Yields batches from step `first` on: in turn, one long, one continued, six of replies.
+    """Yields batches from step `first` on: of eight, one long, two continued, the rest replies.
 
     Args:
       pool: how many batches of continuations are made; then they come again.
@@ -149,8 +149,9 @@ def stream(
             turn, kind = divmod(first, TURNS)
             if kind == LONG_TURN:
                 yield of_corpus(next(corpus))
-            elif kind == CONTINUED_TURN:
-                seed, part = divmod(turn % pool, AT_ONCE)
+            elif kind in CONTINUED_TURNS:
+                number = len(CONTINUED_TURNS) * turn + CONTINUED_TURNS.index(kind)
+                seed, part = divmod(number % pool, AT_ONCE)
                 if seed not in made:
                     made[seed] = continuations.make(seed)
                 yield made[seed][part]
