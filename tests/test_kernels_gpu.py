@@ -41,6 +41,7 @@ from pallas_kernels.router import route
 from pallas_kernels.router import shapes as router_sizes
 from pallas_kernels.sampling.shapes import VOCABULARY
 from scripts import bench_sharded
+from scripts.sharded_parts import allreduce
 
 pytestmark = [
     pytest.mark.gpu,
@@ -143,16 +144,15 @@ def test_conv_mix(tokens, queries, dtype, monkeypatch):
     assert_close(out.state, expected[3], 1e-6)
 
 
-def test_allreduce_conv_mix_between_gpus(tmp_path, monkeypatch):
+def test_allreduce_conv_mix_between_gpus(tmp_path):
     """In a process of its own, which is killed when it hangs."""
     if (count := len(jax.devices("gpu"))) < 2:
         pytest.skip(f"needs two GPUs, {count} there")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # this process has most of it
     out = tmp_path / "rows.json"
     options = ["--only", "check", "--repetitions", "1000", "--out", str(out), "--commit", "none"]
     assert bench_sharded.main(options) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == len(bench_sharded.ROWS) and all(row["correct"] for row in rows)
+    assert len(rows) == len(allreduce.ROWS) and all(row["correct"] for row in rows)
 
 
 def test_nano_decodes_by_kernels_on_two_gpus():

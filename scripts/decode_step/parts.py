@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from inkling_jax import ops, quant
 from inkling_jax.cache import Cache, init_cache
-from inkling_jax.config import FULL, SLIDING, Config, VisionConfig, inkling2_small
+from inkling_jax.config import FULL, SLIDING, Config, TextConfig, VisionConfig, inkling2_small
 from inkling_jax.model import abstract_params
 
 RANKS = 4
@@ -36,22 +36,27 @@ class Part(NamedTuple):
 def full_size() -> list[Part]:
     """Returns 12 layers of full width, and one rank of four with all 48 layers."""
     text = inkling2_small().text
-    rank = dataclasses.replace(
+    layers = dataclasses.replace(text, num_hidden_layers=12, layer_types=text.layer_types[:12])
+    formats = ("nvfp4",) * 40 + ("mxfp8",) * 8
+    return [
+        Part("slice", text_only(layers), ("nvfp4",) * 12, jnp.bfloat16),
+        Part("rank", text_only(one_of(RANKS, text)), formats, jnp.bfloat16),
+    ]
+
+
+def one_of(ranks: int, text: TextConfig) -> TextConfig:
+    """Returns what one of so many tensor-parallel devices computes, as a model of its own."""
+    return dataclasses.replace(
         text,
-        moe_intermediate_size=text.moe_intermediate_size // RANKS,
-        vocab_size=text.vocab_size // RANKS,
-        unpadded_vocab_size=text.vocab_size // RANKS,
+        moe_intermediate_size=text.moe_intermediate_size // ranks,
+        vocab_size=text.vocab_size // ranks,
+        unpadded_vocab_size=text.vocab_size // ranks,
         **{
-            name: getattr(text, name) // RANKS
+            name: getattr(text, name) // ranks
             for kind in ("", "swa_")
             for name in (f"{kind}num_attention_heads", f"{kind}num_key_value_heads")
         },
     )
-    layers = dataclasses.replace(text, num_hidden_layers=12, layer_types=text.layer_types[:12])
-    return [
-        Part("slice", _config(layers), ("nvfp4",) * 12, jnp.bfloat16),
-        Part("rank", _config(rank), ("nvfp4",) * 40 + ("mxfp8",) * 8, jnp.bfloat16),
-    ]
 
 
 def smoke_size() -> list[Part]:
@@ -62,12 +67,12 @@ def smoke_size() -> list[Part]:
         rel_extent=16,
     )  # fmt: skip
     rank = full_size()[1]
-    config = _config(dataclasses.replace(rank.config.text, **sizes))
+    config = text_only(dataclasses.replace(rank.config.text, **sizes))
     return [Part(rank.name, config, rank.formats[-2:], jnp.float32)]
 
 
-def _config(text) -> Config:
-    """A configuration with hardly any image tower: decoding does not touch it."""
+def text_only(text: TextConfig) -> Config:
+    """Returns a configuration with hardly any image tower: no text touches it."""
     vision = VisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
     vision = dataclasses.replace(vision, text_hidden_size=text.hidden_size)
     return Config(text, vision, image_token_id=0)
@@ -80,7 +85,8 @@ def random_params(part: Part, packed: bool) -> nnx.State:
         key = jax.random.fold_in(jax.random.key(0, impl="rbg"), index)
         spec = variable.get_value()
         if path[-1] in ("w13", "w2"):
-            return _draw_experts(key, spec.shape, part.formats[path[1]], packed)
+            fmt, interleaved = part.formats[path[1]], path[-1] == "w13"
+            return _draw_experts(key, spec.shape, fmt, packed, interleaved)
         return _draw(key, spec.shape, spec.dtype, variable.init)
 
     flat = nnx.to_flat_state(abstract_params(part.config, part.dtype))
@@ -104,13 +110,13 @@ def _draw(key, shape, dtype, init):
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw_experts(key, shape, fmt, packed):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _draw_experts(key, shape, fmt, packed, interleaved):
     """Draws the bits themselves, so that nothing is quantized or reordered."""
     specs = quant.abstract(shape, fmt)
     mask, scales, outer = PUBLISHED[fmt]
     if packed:
-        pack = functools.partial(ops.pack_experts, interleaved=shape[1] > shape[2])
+        pack = functools.partial(ops.pack_experts, interleaved=interleaved)
         specs = jax.eval_shape(pack, specs)
         mask, scales, outer = PACKED[fmt]
 

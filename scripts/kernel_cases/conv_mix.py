@@ -55,23 +55,25 @@ def _setup(*shape):
     return functools.partial(inputs, *shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def inputs(batch: int, tokens: int, queries: int, key: jax.Array) -> tuple[dict, tuple[dict]]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="hidden")
+def inputs(
+    batch: int, tokens: int, queries: int, key: jax.Array, hidden: int = HIDDEN
+) -> tuple[dict, tuple[dict]]:
     """Draws the arguments of conv_mix: what a call changes (u and the ring), and the rest."""
     keys = iter(jax.random.split(key, 9 + BLOCKS))
 
     def normal(*shape, dtype=jnp.float32):
         return jax.random.normal(next(keys), shape, dtype)
 
-    blocks = tuple(normal(batch, tokens, HIDDEN) for _ in range(BLOCKS))
-    carry = {"u": normal(batch, tokens, HIDDEN), "state": normal(batch, tokens + 10, HIDDEN)}
+    blocks = tuple(normal(batch, tokens, hidden) for _ in range(BLOCKS))
+    carry = {"u": normal(batch, tokens, hidden), "state": normal(batch, tokens + 10, hidden)}
     shared = {
-        "partial": normal(batch, tokens, HIDDEN),
+        "partial": normal(batch, tokens, hidden),
         "blocks": blocks,
         "scales": tuple(reference.inverse_rms(block, 1e-6) for block in blocks),
-        "queries": normal(queries, HIDDEN),
-        "norms": tuple(normal(HIDDEN, dtype=jnp.bfloat16) for _ in range(queries)),
-        "weight": normal(HIDDEN, TAPS) / 8,  # a chain of convolutions that does not grow
+        "queries": normal(queries, hidden),
+        "norms": tuple(normal(hidden, dtype=jnp.bfloat16) for _ in range(queries)),
+        "weight": normal(hidden, TAPS) / 8,  # a chain of convolutions that does not grow
         "start": jnp.full(batch, 100, jnp.int32),
         "lengths": jnp.full(batch, tokens, jnp.int32),
     }
