@@ -91,7 +91,8 @@ def read_rate(size: int) -> float:
 def distinct_experts(program: Any, case: Case, params: nnx.State) -> dict[int, float]:
     """Returns how many experts a layer reads, on the average, for the first n of 8 tokens."""
     context = max(case.contexts)
-    carry = (far_apart(MAX_BLOCK), random_cache(case.part, context, context))
+    tokens = far_apart(MAX_BLOCK) % case.part.config.text.unpadded_vocab_size
+    carry = (tokens, random_cache(case.part, context, context))
     picks = np.asarray(program(carry, params))
     counts = range(1, MAX_BLOCK + 1)
     return {n: statistics.mean(np.unique(layer[:n]).size for layer in picks) for n in counts}
