@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -119,9 +120,9 @@ def convert(
             _write_manifest(source, partial, plan, identity)
             partial.rename(target)
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise InputError(
-                f"{target}: the disk is full; make room and run the same command again, it goes on "
+                f"{target}: {e.strerror}; make room and run the same command again, it goes on "
                 "where it stopped"
             ) from e
         raise InputError(f"{e.filename or target}: {e.strerror}") from e
@@ -152,7 +153,8 @@ def _check_space(partial: Path, plan: Plan) -> None:
     free = shutil.disk_usage(parent).free
     if need > free:
         raise InputError(
-            f"{parent}: the conversion needs {need / 1e9:.2f} GB, only {free / 1e9:.2f} GB are free"
+            f"{parent}: the conversion needs {decimal(need)}, only {decimal(free)} are free; make "
+            "room or choose another target"
         )
 
 

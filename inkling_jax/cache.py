@@ -1,10 +1,10 @@
 """What a model remembers of the tokens it has read.
 
 Every buffer is a ring by position: the token at position p lies in slot p mod S. Full layers hold
-their whole capacity, so their ring never wraps. Sliding layers and convolutions hold what is still
-visible plus `max_block` slots more, so that a block of at most `max_block` tokens can be written
-and taken back: `rollback` only lowers the lengths, and slots of rejected tokens are out of sight
-until they are written again.
+their whole capacity, beyond which `forward` reads no row, so their ring never wraps. Sliding layers
+and convolutions hold what is still visible plus `max_block` slots more, so that a block of at most
+`max_block` tokens can be written and taken back: `rollback` only lowers the lengths, and slots of
+rejected tokens are out of sight until they are written again.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def init_cache(
     layers = []
     for i in range(config.num_hidden_layers):
         shape = config.attention(i)
-        slots = whole if shape.window is None else min(capacity, shape.window + max_block)
+        slots = whole if shape.window is None else shape.window + max_block
         heads = (shape.kv_heads, shape.head_dim)
         kv = functools.partial(jnp.zeros, (batch, slots, *heads), dtype)
         head_conv = functools.partial(jnp.zeros, (batch, conv_slots, *heads), jnp.float32)

@@ -31,7 +31,7 @@ COMMANDS = {
 # What the machine refuses for reasons that its user can mend.
 _USER_ERRNOS = {
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST,
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG,
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG,
 }  # fmt: skip
 
 
@@ -79,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except InputError as e:
         return _fail(2, f"error: {e}", verbose)
+    except UnicodeDecodeError as e:  # of standard input: files are read by what names them
+        return _fail(2, f"error: the input is not text in UTF-8 ({e})", verbose)
     except BrokenPipeError:  # the reader has had enough; Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from inkling_jax.config_fields import build, check_positive, read_json, require, section
+from inkling_jax.config_fields import build, check_positive, read_json, require, section, typed
 from inkling_jax.errors import InputError
 
 SLIDING, FULL = "hybrid_sliding", "hybrid"
@@ -165,7 +165,8 @@ class Config:
         text, vision = (section(raw, name) for name in ("text_config", "vision_config"))
         if isinstance(eos := text.get("eos_token_id"), int):
             text["eos_token_id"] = (eos,)
-        rope = vision.pop("rope_parameters", None) or {}
+        rope = section(vision, "rope_parameters")
+        vision.pop("rope_parameters", None)
         if rope.get("rope_type", "axial") != "axial":
             raise InputError(
                 f"config: vision_config.rope_parameters.rope_type is {rope['rope_type']!r}, "
@@ -173,7 +174,9 @@ class Config:
             )
         if "rope_theta" in rope:
             vision["rope_theta"] = rope["rope_theta"]
-        top = {"image_token_id": raw["image_token_id"]} if "image_token_id" in raw else {}
+        top = {}
+        if (placeholder := raw.get("image_token_id")) is not None:
+            top["image_token_id"] = typed(placeholder, int, "config: image_token_id")
         return cls(
             build(TextConfig, text, "text_config", _TEXT_ONLY, _TEXT_ALIASES),
             build(VisionConfig, vision, "vision_config", _VISION_ONLY, _VISION_ALIASES),
@@ -183,7 +186,11 @@ class Config:
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """Reads `config.json` at `path`; raises InputError where it cannot be read."""
-        return cls.from_hf(read_json(path))
+        raw = read_json(path)
+        try:
+            return cls.from_hf(raw)
+        except InputError as e:
+            raise InputError(f"{path}: {e}") from e
 
 
 _TEXT_ALIASES = {

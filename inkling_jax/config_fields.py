@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -25,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror})") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{path}: is not valid JSON ({e})") from e
     if not isinstance(raw, dict):
         raise InputError(f"{path}: holds {type(raw).__name__}, it must hold a JSON object")
@@ -88,7 +89,7 @@ def typed(value: Any, kind: Any, where: str) -> Any:
     """Returns `value` as the field's type; refuses text for numbers and fractions for counts."""
     if isinstance(kind, types.UnionType):  # T | None, and None has been sorted out
         kind = typing.get_args(kind)[0]
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = type(value) in (int, float) and math.isfinite(value)
     if kind is int and number and value == int(value):
         return int(value)
     if kind is float and number:

@@ -49,6 +49,8 @@ def open_speculator(
     Raises:
       InputError: the drafter is absent, damaged, for another model, or not made for so many drafts.
     """
+    if not isinstance(drafter, str | Path | None):
+        raise InputError(f"drafter is {drafter!r:.40}, it must be a directory, auto or none")
     directory = find_drafter(model) if drafter == AUTO else drafter
     if directory in (None, "none"):
         if draft_tokens is not None and drafter != AUTO:

@@ -226,6 +226,9 @@ class Engine:
             raise InputError(
                 "stop holds texts, which need a tokenizer.json; use stop_token_ids or leave it out"
             )
+        limit = self.config.text.unpadded_vocab_size
+        if outside := [i for i in sampling.stop_token_ids if i >= limit]:
+            raise InputError(f"stop_token_ids holds {outside[0]}, ids go from 0 to {limit - 1}")
         stop_ids = frozenset((*own, *sampling.stop_token_ids))
         if len(stop_ids) > STOP_SLOTS:
             raise InputError(f"{len(stop_ids)} stop ids are given, at most {STOP_SLOTS} fit")
@@ -339,9 +342,14 @@ def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | N
     file = directory / "generation_config.json"
     found = parse_json(file.read_bytes(), file) if file.exists() else {}
     stop = found.get("eos_token_id", config.text.eos_token_id)
-    stop_ids = (stop,) if isinstance(stop, int) else tuple(stop or ())
-    if not all(isinstance(i, int) for i in stop_ids):
+    stop_ids = tuple(stop or ()) if isinstance(stop, list | tuple | None) else (stop,)
+    if not all(type(i) is int and i >= 0 for i in stop_ids):
         raise InputError(f"{file}: eos_token_id is {stop!r}, it must be an id or a list of ids")
+    stop_ids = tuple(i for i in stop_ids if i < config.text.unpadded_vocab_size)
+    try:
+        defaults = SamplingParams.from_generation_config(found)
+    except InputError as e:
+        raise InputError(f"{file}: {e}") from e
     tokenizer = None
     if (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(directory, config.image_token_id)
@@ -349,7 +357,6 @@ def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | N
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
     shardings = mesh and functools.partial(param_shardings, mesh=mesh)
     params = load_params(directory, config, dtype, shardings)
-    defaults = SamplingParams.from_generation_config(found)
     return Engine(params, config, tokenizer, defaults, stop_ids, context, speculator, mesh)
 
 

@@ -99,7 +99,10 @@ def decode(
     cache: Cache,
     lengths: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """Reads T tokens a row (`lengths[b]` of them where given), returns the logits after each."""
+    """Reads T tokens a row (`lengths[b]` of them where given), returns the logits after each.
+
+    Those of a row that cannot be read are NaN, see `forward`; `generate` ends such a row.
+    """
     if lengths is None:
         lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     out = forward(params, config, tokens, lengths, cache)

@@ -18,8 +18,10 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
     Raises:
       InputError: there is neither such a directory nor such a model or revision.
     """
-    if not isinstance(model, str | Path):
+    if not isinstance(model, str | Path) or not str(model):
         raise InputError(f"the model is {model!r:.40}, it must be a directory or a hub id")
+    if not isinstance(revision, str | None):
+        raise InputError(f"revision is {revision!r:.40}, it must be a branch, tag or commit")
     directory = Path(model)
     if directory.is_dir():
         if revision is not None:

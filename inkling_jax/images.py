@@ -79,6 +79,11 @@ def decode(source: Source, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "H
 def _read(source: str | os.PathLike | bytes) -> tuple[io.BytesIO, str]:
     if isinstance(source, bytes):
         return io.BytesIO(source), f"a picture of {len(source)} bytes"
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(
+            f"an image is {source!r:.40}, it must be a path, a data: URL, bytes, a PIL image or an "
+            "array"
+        )
     path = os.fspath(source)
     if path[:5].lower() == "data:":
         return io.BytesIO(_from_data_url(path)), "the picture of a data: URL"

@@ -65,6 +65,8 @@ def convert(
       progress: show a bar on stderr.
       mesh: refuse a model that this mesh could not run; what is written is the same for all.
     """
+    if not isinstance(target, str | Path) or not str(target):
+        raise InputError(f"the target is {target!r:.40}, it must be a directory to make")
     directory = resolve(source, revision)
     config = Config.from_file(directory / "config.json")
     if mesh is not None:

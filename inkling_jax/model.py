@@ -198,6 +198,9 @@ def forward(
 ) -> Forward:
     """Reads new tokens after those in the cache.
 
+    A row whose tokens do not fit the cache, or are none of the vocabulary, is not read: its part of
+    the cache stays as it is, and what it gives is NaN.
+
     Args:
       tokens: ids; row b's first `lengths[b]` are real, the rest is padding that leaves no trace.
       features: image features from `encode_image`, of all images of the batch.
@@ -232,6 +235,8 @@ def _forward(
 ) -> Forward:
     model = nnx.merge(graphdef(config), params)
     start, width = cache.length, tokens.shape[1]
+    readable = _readable(config.text, collectives, tokens, lengths, cache)
+    lengths = jnp.where(readable, lengths, 0)
     with jax.named_scope("embed"):
         weight = model.embed.weight[...]
         found = collectives.lookup(weight, collectives.pad_tokens(tokens))
@@ -254,9 +259,19 @@ def _forward(
     cache = Cache(tuple(layers), start + lengths)
 
     def every(x):
-        return collectives.gather_tokens(x)[:, :width]
+        whole = collectives.gather_tokens(x)[:, :width]
+        return jnp.where(readable[:, None, None], whole, jnp.nan)
 
     return Forward(every(hidden), cache, tuple(every(outputs[i]) for i in taps))
+
+
+def _readable(text: TextConfig, collectives: Collectives, tokens, lengths, cache: Cache):
+    """Tells of which rows the tokens fit the cache and are ids of the vocabulary."""
+    known = (tokens >= 0) & (tokens < text.unpadded_vocab_size)
+    readable = jnp.all(known | (jnp.arange(tokens.shape[1]) >= lengths[:, None]), axis=1)
+    for slots in {layer.k.shape[1] for layer in cache.layers if not layer.sliding}:
+        readable &= cache.length + lengths <= collectives.own_slots(slots)[1]
+    return readable
 
 
 def unembed(

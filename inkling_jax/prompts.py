@@ -48,7 +48,9 @@ def make_prompt(
       InputError: the prompt is empty, has ids outside the vocabulary, needs a tokenizer or template
         that is missing, does not match its pictures, or is none for which `effort` means something.
     """
-    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise InputError(
             f"a prompt is {prompt!r:.40}, it must be a text, a list of token ids or of messages"
         )

@@ -35,9 +35,9 @@ class Speculator:
     cost: Float[Array, " m"] | None = None
 
     def __post_init__(self):
-        if not 1 <= self.drafts <= self.config.block_size:
+        if type(self.drafts) is not int or not 1 <= self.drafts <= self.config.block_size:
             raise InputError(
-                f"draft-tokens is {self.drafts}, it must lie in 1…{self.config.block_size}, the "
+                f"draft-tokens is {self.drafts!r}, it must lie in 1…{self.config.block_size}, the "
                 "drafter's block_size"
             )
         if self.cost is not None and not self.config.enable_confidence_head:

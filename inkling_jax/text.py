@@ -19,6 +19,7 @@ import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
+from inkling_jax.config_fields import read_json
 from inkling_jax.errors import InputError
 from inkling_jax.messages import Conversation
 
@@ -47,14 +48,14 @@ class Tokenizer:
             image_token_id: the placeholder of one image tile.
         """
         added = definition.get("added_tokens") or []
-        self.control: dict[str, int] = {token["content"]: token["id"] for token in added}
-        self.image_token_id = image_token_id
-        self._control_ids = frozenset(self.control.values())
         bare = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
         try:
+            self.control: dict[str, int] = {token["content"]: token["id"] for token in added}
             self._model = tokenizers.Tokenizer.from_str(json.dumps({**definition, **bare}))
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"tokenizer.json cannot be used: {error}") from error
+        self.image_token_id = image_token_id
+        self._control_ids = frozenset(self.control.values())
         self._variables = dict(variables or {})
         self._template, self._knows_effort = _compile(template) if template else (None, False)
         self._whole, self._seam_at = _patterns(self.control)
@@ -67,12 +68,12 @@ class Tokenizer:
             InputError: there is no `tokenizer.json`, or a file is damaged.
         """
         directory = Path(directory)
-        definition = _read_json(directory / "tokenizer.json")
-        if definition is None:
+        if not (directory / "tokenizer.json").is_file():
             raise InputError(f"{directory} has no tokenizer.json, pass token ids instead of text")
-        variables = _read_json(directory / "tokenizer_config.json") or {}
-        template = directory / "chat_template.jinja"
-        source = template.read_text("utf-8") if template.is_file() else None
+        definition = read_json(directory / "tokenizer.json")
+        extra = directory / "tokenizer_config.json"
+        variables = read_json(extra) if extra.is_file() else {}
+        source = _read_text(directory / "chat_template.jinja")
         source = source or variables.pop("chat_template", None)
         tokens = {key: _token_text(value) for key, value in variables.items() if "_token" in key}
         return cls(definition, source if isinstance(source, str) else None, tokens, image_token_id)
@@ -267,13 +268,11 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
         raise InputError(f"chat_template.jinja line {error.lineno}: {error.message}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
+def _read_text(path: Path) -> str | None:
     try:
-        return json.loads(path.read_text("utf-8"))
+        return path.read_text("utf-8") if path.is_file() else None
     except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
+        raise InputError(f"{path} is not text in UTF-8: {error}") from error
 
 
 def _token_text(value: Any) -> Any:

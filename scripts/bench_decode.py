@@ -99,7 +99,8 @@ def distinct_experts(case: Case, compiled: Future, params: nnx.State) -> dict[in
         print(f"# {case.part.name} picks: {type(error).__name__}: {error}", flush=True)
         return {}
     context = max(case.contexts)
-    carry = (far_apart(MAX_BLOCK), random_cache(case.part, context, context))
+    tokens = far_apart(MAX_BLOCK) % case.part.config.text.unpadded_vocab_size
+    carry = (tokens, random_cache(case.part, context, context))
     picks = np.asarray(load_picks(case, compiled)(carry, params))
     counts = range(1, MAX_BLOCK + 1)
     return {n: statistics.mean(np.unique(layer[:n]).size for layer in picks) for n in counts}

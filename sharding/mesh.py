@@ -65,8 +65,9 @@ class MeshConfig:
         Raises:
           MeshError: the text is none of these; the faulty part is named.
         """
-        if text in PRESETS:
-            text = PRESETS[text]
+        if not isinstance(text, str):
+            raise MeshError(f"mesh is {text!r:.40}, it must be a text such as tp=4,dp=2")
+        text = PRESETS.get(text, text)
         if text.endswith((".yaml", ".yml")):
             return cls._from_pairs(_read_yaml(Path(text)), text)
         return cls._from_pairs(_pairs(text.split(","), "="), f"mesh {text!r}")

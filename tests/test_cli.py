@@ -82,6 +82,7 @@ def test_a_gpu_host_without_cuda_gets_one_warning():
     [
         (OSError(errno.ENOSPC, "No space left on device", "out.npy"), 2, "out.npy: No space left"),
         (OSError(errno.EIO, "Input/output error"), 1, "Input/output error"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "not text in UTF-8"),
         (RuntimeError("boom"), 1, "RuntimeError: boom"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

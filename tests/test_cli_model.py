@@ -3,8 +3,11 @@
 import dataclasses
 import io
 import json
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import helpers_checkpoints
 import numpy as np
@@ -139,6 +142,45 @@ def test_score_agrees_with_its_logits(inkling, folder):
     np.testing.assert_allclose(result["perplexity"], np.exp(-result["sum"] / 3), rtol=1e-6)
 
 
+def test_logits_are_written_as_a_whole_or_not_at_all(refused, folder, monkeypatch):
+    def full(file, _array):
+        file.write(b"some")
+        raise OSError("4 requested and 1 written")  # as NumPy says it, without an errno
+
+    (folder / "kept.npy").write_text("kept")
+    monkeypatch.setattr(np, "save", full)
+    command = ("score", "--model", "bare", "--tokens", "tokens.json", "--logits")
+    assert "kept.npy: cannot be written (the disk is full)" in refused(*command, "kept.npy")
+    assert [file.read_text() for file in folder.glob("kept*")] == ["kept"]
+
+
+COUNT_COMPILATIONS = """
+import sys
+from collections import Counter
+from jax import monitoring
+from inkling_jax.cli import main
+seen = Counter()
+monitoring.register_event_listener(lambda event, **_: seen.update([event.rpartition("/")[2]]))
+status = main(sys.argv[1:])
+print(seen["cache_hits"], seen["cache_misses"])
+raise SystemExit(status)
+"""
+
+
+def test_a_second_process_compiles_nothing(inkling, folder):  # JX-03
+    command = ["generate", "--model", "bare", "--tokens", "tokens.json", *GREEDY, "--json"]
+    first = inkling(*command[:-1])
+    run = subprocess.run(
+        [sys.executable, "-c", COUNT_COMPILATIONS, *command],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    output, counts = run.stdout.splitlines()
+    hits, misses = map(int, counts.split())
+    assert json.loads(output)["token_ids"] == first["token_ids"]
+    assert hits > 3 and misses == 0
+
+
 def test_chat_answers_every_line(inkling, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nAnd?\n"))
     command = ["chat", "--model", "model", "--system", "Be brief.", "--image", "picture.png"]
@@ -204,6 +246,7 @@ GENERATE = ("generate", "--model", "model", "--max-tokens", "4")
         ((*GENERATE, "--tokens", "negative.json"), "-1"),
         ((*GENERATE, "--tokens", "tokens.json", "--context", "4"), "4"),
         ((*GENERATE, "--tokens", "tokens.json", "--raw"), "--raw"),
+        ((*GENERATE, "--tokens", "tokens.json", "--logprobs", "2"), "--json"),
         ((*GENERATE, "--prompt", "Hi", "--image", "absent.png"), "absent.png"),
         ((*GENERATE, "--prompt", "Hi", "--image", "broken.json"), "broken.json"),
         ((*GENERATE, "--prompt", "Hi", "--image", "huge.png"), "huge.png"),
@@ -224,6 +267,8 @@ GENERATE = ("generate", "--model", "model", "--max-tokens", "4")
         (("chat", "--model", "bare"), "bare"),
         (("score", "--model", "bare", "--tokens", "outside.json"), "311"),
         (("score", "--model", "bare", "--tokens", "tokens.json", "--logits", "no/out.npy"), "no"),
+        (("score", "--model", "bare", "--tokens", "tokens.json", "--logits", "bare"), "no file"),
+        ((*GENERATE, "--messages", "pictured_by_number.json"), "an image is 5"),
         (("convert", "absent", "new"), "absent"),
         (("convert", "model", "picture.png"), "picture.png"),
         (("convert", ".", "new"), "."),
@@ -235,6 +280,8 @@ def test_mistakes_are_named_in_one_sentence(refused, folder, arguments, named):
     (folder / "broken.json").write_text("[1, 2")
     (folder / "outside.json").write_text("[5, 311]")
     (folder / "negative.json").write_text("[5, -1]")
+    by_number = [{"role": "user", "content": [{"type": "image", "image": 5}]}]
+    (folder / "pictured_by_number.json").write_text(json.dumps(by_number))
     if "huge.png" in arguments:
         Image.new("1", (40_000, 20_000)).save(folder / "huge.png")
     assert named in refused(*arguments)

@@ -64,7 +64,11 @@ def test_spellings_of_the_image_tower():
         ({"unpadded_vocab_size": 10**6}, {}, {}, "unpadded_vocab_size, 1000000"),
         ({}, {"rope_parameters": {"rope_type": "yarn"}}, {}, "rope_type is 'yarn'"),
         ({}, {"text_hidden_size": 64}, {}, "text_hidden_size is 64"),
+        ({}, {"rope_parameters": 5}, {}, "rope_parameters must be a JSON object"),
+        ({"hidden_size": float("nan")}, {}, {}, "text_config.hidden_size is nan"),
+        ({"route_scale": float("inf")}, {}, {}, "text_config.route_scale is inf"),
         ({}, {}, {"image_token_id": 10**6}, "image_token_id is 1000000"),
+        ({}, {}, {"image_token_id": "x"}, "image_token_id is 'x'"),
         ({}, {}, {"text_config": 5}, "text_config must be a JSON object"),
     ],
 )

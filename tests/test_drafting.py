@@ -57,6 +57,20 @@ def test_the_reply_to_a_chunked_prompt_is_that_without_a_drafter(plain, drafted)
     assert pieces[-1].output.stats["rounds"] == stats["rounds"]
 
 
+def test_a_shorter_prompt_finds_nothing_of_the_longer_one_before(plain, drafted):  # CS-07
+    [want] = plain.generate([[4, 6]], GREEDY)
+    drafted.generate([PROMPT], GREEDY)
+    [output] = drafted.generate([[4, 6]], GREEDY)
+    assert output.token_ids == want.token_ids
+
+
+def test_drafts_may_reach_beyond_the_end_of_the_context(plain, drafted):  # JX-01
+    until_full = dataclasses.replace(GREEDY, max_tokens=plain.context - len(PROMPT))
+    [want] = plain.generate([PROMPT], until_full)
+    [output] = drafted.generate([PROMPT], until_full)
+    assert output.token_ids == want.token_ids and len(want.token_ids) == 54
+
+
 def test_what_a_drafter_does_not_support_is_refused(drafted):
     setting = ij.SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
     with pytest.raises(InputError, match="prompt_logprobs is not supported with a drafter"):
@@ -98,6 +112,8 @@ def test_the_drafter_that_was_asked_for_is_opened(model):
     for drafter, tokens, message in [
         ("auto", 9, "draft-tokens is 9, it must lie in 1…8"),
         ("none", 4, "draft-tokens is 4, but there is no drafter"),
+        ("auto", "x", "draft-tokens is 'x', it must lie in 1…8"),
+        (5, None, "drafter is 5, it must be a directory"),
         (model / "absent", None, "cannot be read"),
     ]:
         with pytest.raises(InputError, match=message):

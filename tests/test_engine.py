@@ -130,6 +130,40 @@ def test_pictures_take_the_place_of_their_placeholders(engine):
     assert both[0].token_ids == tokens[0]
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 3)])
+def test_a_picture_alone_is_a_prompt(engine, rows, columns):  # CS-01
+    image = picture(np.random.default_rng(0), rows, columns)
+    prompt = [TINY.image_token_id] * (rows * columns)
+    asked = dataclasses.replace(GREEDY, logprobs=0)
+    [output] = engine.generate([prompt], asked, images=[[image]])
+    score = engine.score(prompt + output.token_ids, images=[image])
+    reported = [token.logprob for token in output.logprobs]
+    np.testing.assert_allclose(reported, score.logprobs[len(prompt) - 1 :], atol=1e-5)
+
+
+def test_a_request_finds_nothing_of_those_before(engine, monkeypatch):  # CS-07, CM-11
+    """Whether they were longer, given up in their reply, or failed while they were read."""
+    long, short = [1 + i % 39 for i in range(50)], [3, 14]
+    cold = {n: engine.generate([p], GREEDY)[0].token_ids for n, p in ((2, short), (50, long))}
+    assert engine.generate([short], GREEDY)[0].token_ids == cold[2]
+    stream = engine.stream(long, GREEDY)
+    next(stream)
+    stream.close()
+    assert engine.generate([short], GREEDY)[0].token_ids == cold[2]
+    read_chunk, chunks = reading._prefill, []
+
+    def failing(*args):
+        chunks.append(args)
+        if len(chunks) == 2:
+            raise RuntimeError("cancelled")
+        return read_chunk(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="cancelled"):
+        patch.setattr(reading, "_prefill", failing)
+        engine.generate([long], GREEDY)
+    assert engine.generate([long], GREEDY)[0].token_ids == cold[50]
+
+
 @pytest.mark.parametrize(
     ("prompt", "images", "message"),
     [
@@ -155,6 +189,10 @@ def test_bad_prompts_are_refused_by_name(engine, prompt, images, message):
         ("text", {}, "prompts is 'text'"),
         ([5, 6], {}, "a prompt is 5"),
         ([b"ab"], {}, "a prompt is b'ab'"),
+        ([bytearray(b"ab")], {}, "a prompt is bytearray"),
+        ([np.array(5)], {}, "a prompt is 5"),
+        ([[40]], {"images": [[5]]}, "an image is 5"),
+        ([[3]], {"sampling": ij.SamplingParams(stop_token_ids=(43,))}, "stop_token_ids holds 43"),
         ([[3]], {"sampling": 1}, "sampling is 1"),
         ([[3]], {"sampling": [{"top_k": 1}]}, "sampling is"),
         ([[3]], {"images": 5}, "images is 5"),

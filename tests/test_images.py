@@ -163,6 +163,8 @@ def test_large_pictures_are_refused_before_decoding():
         (np.zeros((2, 2, 3), np.float32), "float32"),
         (np.zeros(5, np.uint8), "array"),
         (Image.new("RGB", (0, 4)), "0 x 4"),
+        (None, "an image is None"),
+        (bytearray(b"ab"), "an image is bytearray"),
     ],
 )
 def test_bad_pictures_are_refused_in_a_sentence(source, reason):

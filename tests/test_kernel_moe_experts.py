@@ -1,11 +1,15 @@
 """moe_experts: packing, plan, and the kernels with their PTX emulated, against the reference."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import ptx_emulator
 import pytest
 
+from inkling_jax import quant
+from inkling_jax.ops import pack_experts
 from pallas_kernels import moe_experts as ops
 from pallas_kernels.moe_experts import kernel_sm90
 from pallas_kernels.moe_experts import reference as ref
@@ -62,6 +66,30 @@ def test_five_tokens_one_of_them_padding(format, monkeypatch):
 def test_seventeen_tokens_on_one_expert_need_three_passes(monkeypatch):
     picked = jnp.full((17, 1), 1, jnp.int32)
     run_both("nvfp4", 17, [True] * 17, picked, 3, 128, 48, monkeypatch)
+
+
+ROUND = {
+    "nvfp4": quant.quantize_nvfp4,
+    "mxfp8": quant.quantize_mxfp8,
+    "bfloat16": lambda w: w.astype(jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("format", ROUND)
+def test_gate_and_up_are_capped(format, monkeypatch):  # CM-09
+    """Token 1 meets 25 pairs, one per inner channel, far below, near and far above the caps."""
+    pairs = np.array(list(itertools.product((-48, -4, 0, 4, 48), (-48, -24, 0, 24, 48))))
+    w13 = ROUND[format](jnp.zeros((6, 128, 256)).at[3, :50, 0].set(pairs.ravel() * 1.0))
+    w2 = ROUND[format](jnp.zeros((6, 256, 64)).at[3, jnp.arange(64), jnp.arange(64)].set(1))
+    x = jnp.zeros((5, 256), jnp.bfloat16).at[1, 0].set(1)
+    picked = jnp.full((5, 2), 6, jnp.int32).at[1, 0].set(3)
+    ptx_emulator.interpreted(monkeypatch, kernel_sm90)
+    packed = pack_experts(w13, interleaved=True), pack_experts(w2, interleaved=False)
+    out = ops.moe_experts(x, picked, jnp.ones((5, 2)), *packed, **CAPS)
+    rounded = np.asarray(quant.dequantize(w13, jnp.float32), np.float64)[3, :50, 0]
+    gate, up = rounded.reshape(25, 2).T
+    want = 4 * np.tanh(gate / 4) / (1 + np.exp(-gate)) * 25 * np.tanh(up / 25)
+    np.testing.assert_allclose(out[1, :25], want, rtol=2**-8, atol=1e-6)
 
 
 def dequantized_by_emulator(packed, fragment_rows, columns):

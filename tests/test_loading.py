@@ -4,6 +4,7 @@ import dataclasses
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from flax import nnx
 from helpers_checkpoints import TINY, config_json, published, tensors
 
+import inkling_jax as ij
 from checkpoints.safetensors_reader import INDEX
 from checkpoints.safetensors_writer import write_published
 from inkling_jax import loading
@@ -167,9 +169,50 @@ def test_names_of_models(tmp_path):
         (tmp_path / "absent", None, "is neither a directory nor a hub id"),
         ("../org/name", None, "is neither"),
         (5, None, "the model is 5, it must be"),
+        ("", None, "the model is '', it must be"),
     ):
         with pytest.raises(InputError, match=reason):
             resolve(name, revision)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"mesh": 5}, "mesh is 5"),
+        ({"mesh": ["tp=2"]}, "mesh is ['tp=2']"),
+        ({"drafter": 5}, "drafter is 5"),
+        ({"revision": 5}, "revision is 5"),
+        ({"draft_tokens": "x"}, "there is no drafter"),
+        ({"context": "9"}, "context is '9'"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_options_of_another_type_are_refused(source, options, reason, tmp_path):
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(InputError, match=re.escape(reason)):
+        ij.load(tmp_path, **options)
+
+
+def test_a_faulty_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(InputError, match=r"config\.json: .*model_type is 'qwen3'"):
+        ij.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("[]", "holds a JSON list"),
+        ('{"do_sample": true, "temperature": "hot"}', "sampling: temperature is 'hot'"),
+        ('{"eos_token_id": [5, -1]}', "eos_token_id is [5, -1]"),
+        ('{"eos_token_id": "end"}', "eos_token_id is 'end'"),
+    ],
+)
+def test_a_faulty_generation_config_is_named(source, written, reason, tmp_path):
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    (tmp_path / "generation_config.json").write_text(written)
+    with pytest.raises(InputError, match=re.escape(f"generation_config.json: {reason}")):
+        ij.load(tmp_path)
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -223,9 +223,13 @@ def test_bad_files_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):
         Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match="cannot be used"):
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(InputError, match="must hold a JSON object"):
         Tokenizer.load(tmp_path)
+    for damaged in ("{}", '{"added_tokens": [{"id": 1}]}'):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(InputError, match="cannot be used"):
+            Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text((CHAT / "tokenizer.json").read_text())
     plain = Tokenizer.load(tmp_path)
     assert not plain.has_template
@@ -233,6 +237,9 @@ def test_bad_files_are_refused(tmp_path):
         chat(user("x"), tokenizer=plain)
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(InputError, match="line 1"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="is not text in UTF-8"):
         Tokenizer.load(tmp_path)
 
 

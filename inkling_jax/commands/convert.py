@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
+from rich.filesize import decimal
+
 import inkling_jax as ij
 
 
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"{args.target}: is complete already")
     elif not args.json:
         verb = "would write" if args.dry_run else "wrote"
-        print(f"{verb} {done.arrays} arrays, {done.nbytes / 1e9:.2f} GB: {args.target}")
+        print(f"{verb} {done.arrays} arrays, {decimal(done.nbytes)}: {args.target}")
         if done.kept:
             print(f"{done.kept} of them were there from an interrupted run")
         for name, reason in done.ignored.items():

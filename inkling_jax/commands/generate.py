@@ -23,12 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_drafter(parser)
     inputs.add_sampling(parser)
     parser.add_argument(
-        "--logprobs", type=int, metavar="N", help="report log probabilities and N alternatives"
+        "--logprobs", type=int, metavar="N", help="with --json: log probabilities, N alternatives"
     )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the text, the generated ids, why it ended, and the timings."""
+    if args.logprobs is not None and not args.json:
+        raise ij.InputError("--logprobs is reported as JSON only, add --json")
     prompt = _prompt(args)
     sampling = inputs.sampling_params(args, logprobs=args.logprobs)
     model = inputs.load_model(args)

@@ -26,16 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Returns log p(token i + 1 | tokens 0 … i) for every i, their sum, and the perplexity."""
     tokens = inputs.read_tokens(args.tokens)
-    if args.logits and not Path(args.logits).absolute().parent.is_dir():
-        raise ij.InputError(f"{args.logits}: cannot be written, its folder does not exist")
-    if args.logits and Path(args.logits).is_dir():
-        raise ij.InputError(f"{args.logits}: is a folder, name a file to write")
-    score = inputs.load_model(args).score(tokens, images=args.image, logits=bool(args.logits))
-    if args.logits:
-        import numpy as np
-
-        with open(args.logits, "wb") as file:
-            np.save(file, score.logits)
+    target = None if args.logits is None else _target(args.logits)
+    score = inputs.load_model(args).score(tokens, images=args.image, logits=target is not None)
+    if target is not None:
+        _save(target, score.logits)
     if not args.json:
         print(f"{len(tokens)} tokens, log probability {score.sum:.4f}, perplexity", end=" ")
         print("none" if score.perplexity is None else f"{score.perplexity:.4f}")
@@ -44,3 +38,29 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "sum": score.sum,
         "perplexity": score.perplexity,
     }
+
+
+def _target(name: str) -> Path:
+    """Refuses, before the model is loaded, a file that could not be written."""
+    target = Path(name)
+    if not target.absolute().parent.is_dir():
+        raise ij.InputError(f"{name}: cannot be written, its folder does not exist")
+    if target.exists() and not target.is_file():
+        raise ij.InputError(f"{name!r} is no file, name one to write")
+    return target
+
+
+def _save(target: Path, logits: Any) -> None:
+    """Writes an array as a whole, or leaves what was there."""
+    import numpy as np
+
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.save(file, logits)
+        partial.replace(target)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        # NumPy's own error of a short write has no errno.
+        reason = e.strerror or "the disk is full"
+        raise ij.InputError(f"{target}: cannot be written ({reason})") from e
