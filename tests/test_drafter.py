@@ -9,6 +9,7 @@ from helpers import tiny_params
 from helpers_dspark import DRAFTER, TARGET, VOCAB, with_heads
 
 from inkling_jax.drafter import (
+    confidences,
     draft,
     extend,
     init_context,
@@ -39,16 +40,14 @@ def taps(seed=0, width=6):
 
 def chain(params, config, h, base, first, forced=None):
     """Proposes greedily; returns tokens [B, n], logits, confidences."""
-    prev, memory, out = jnp.asarray(first), markov_start(config, len(first), h.dtype), []
+    before, memory, out = [jnp.asarray(first)], markov_start(config, len(first), h.dtype), []
     for j in range(h.shape[1]):
-        row, sure, memory = propose_next(
-            params, config, h[:, j], base[:, j], prev, memory, VOCAB, j
-        )
-        prev = jnp.argmax(row, axis=-1).astype(jnp.int32)
-        out.append((prev, row, sure))
-        if forced is not None and j == 0:
-            prev = jnp.asarray(forced)
-    return tuple(np.stack(x, axis=1) for x in zip(*out, strict=True))
+        row, memory = propose_next(params, config, h[:, j], base[:, j], before[-1], memory, VOCAB)
+        token = jnp.argmax(row, axis=-1).astype(jnp.int32)
+        out.append((token, row))
+        before.append(jnp.asarray(forced) if forced is not None and j == 0 else token)
+    tokens, logits = (np.stack(x, axis=1) for x in zip(*out, strict=True))
+    return tokens, logits, confidences(params, config, h, jnp.stack(before[:-1], axis=1))
 
 
 def test_context_in_chunks_equals_context_at_once():
