@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 from inkling_jax import ops
 from inkling_jax.sampling_params import GREEDY_BELOW, SamplingParams
 
+_FAR = 1e4  # beyond any difference of log probabilities and noise
 _DIGIT_BITS = 4  # fifteen thresholds tried a pass: more passes cost launches, wider ones work
 
 
@@ -244,9 +245,9 @@ def accept(
     q_next = jnp.take_along_axis(q, jnp.minimum(row, n - 1), 1)[:, 0]
     refused = (accepted < n_valid)[:, None]
     rest = jnp.where(refused, jnp.maximum(p_next - q_next, 0.0), p_next)
-    # Where rounding leaves no mass the draw is from p. All three reductions are one pass.
-    drawn, instead = (jnp.argmax(jnp.log(x) + noise, -1) for x in (rest, p_next))
-    return accepted, jnp.where(jnp.any(rest > 0, -1), drawn, instead).astype(jnp.int32)
+    # Where rounding leaves no mass the draw is from p, whose scores are below all others.
+    score = jnp.where(rest > 0, jnp.log(rest), jnp.log(p_next) - _FAR)
+    return accepted, jnp.argmax(score + noise, -1).astype(jnp.int32)
 
 
 def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
