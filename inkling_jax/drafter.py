@@ -5,9 +5,7 @@ one anchor and masks at once; `Markov` then makes each proposal depend on the on
 `Model`, `Drafter` holds parameters only.
 """
 
-import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,112 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from inkling_jax.cache import write
+from inkling_jax.draft_layers import Context, DraftLayer, keys_values
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.layers import Linear, RMSNorm, einsum, fill_params, param, softcap
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """Keys and values of all tokens before the anchor, of all L layers of the drafter.
-
-    A token at position p lies in slot p, so that one write takes it in. The target's cache says how
-    many tokens there are, so rolling that back rolls back this.
-    """
-
-    kv: Float[Array, "B S L 2 K d"]
-
-
-def init_context(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeLike) -> Context:
-    """Returns an empty context for `capacity` tokens a row."""
-    of_token = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
-    return Context(jnp.zeros((batch, capacity, *of_token), dtype))
-
-
-def rotate(
-    x: Float[Array, "B T *n d"], position: Int[Array, "B T"], theta: float
-) -> Float[Array, "B T *n d"]:
-    """Rotary embedding of half-split pairs (x[i], x[i + d/2]), in float32."""
-    half = x.shape[-1] // 2
-    inv_freq = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    place = position.reshape(*position.shape, *(1,) * (x.ndim - 2))
-    angle = place.astype(jnp.float32) * inv_freq  # [B, T, 1…, d/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-
-
-class DraftAttention(nnx.Module):
-    """Attention from a block to its context and to all of itself."""
-
-    def __init__(self, config: DrafterConfig, dtype: DTypeLike):
-        self.theta = config.rope_theta
-        hidden, dim = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.wq = param((heads, dim, hidden), ("heads", None, "embed"), dtype)
-        self.wk = param((kv_heads, dim, hidden), ("kv_heads", None, "embed"), dtype)
-        self.wv = param((kv_heads, dim, hidden), ("kv_heads", None, "embed"), dtype)
-        self.wo = param((hidden, heads, dim), ("embed", "heads", None), dtype)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype)
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype)
-
-    def keys_values(
-        self, z: Float[Array, "B T D"], position: Int[Array, "B T"]
-    ) -> Float[Array, "B T 2 K d"]:
-        """Returns rotated keys, and values."""
-        k = einsum("btd,hkd->bthk", z, self.wk[...])
-        k = rotate(self.k_norm(k, jnp.float32), position, self.theta)
-        v = einsum("btd,hkd->bthk", z, self.wv[...])
-        return jnp.stack((k, v), axis=2).astype(z.dtype)
-
-    def __call__(
-        self, z: Float[Array, "B T D"], context: Float[Array, "B S 2 K d"], start: Int[Array, " B"]
-    ) -> Float[Array, "B T D"]:
-        """Attends from positions `start[b]`… to the `start[b]` tokens before and to the block."""
-        b, t, _ = z.shape
-        kv_heads, dim = context.shape[3:]
-        position = start[:, None] + jnp.arange(t)
-        q = self.q_norm(einsum("btd,hkd->bthk", z, self.wq[...]), jnp.float32)
-        q = rotate(q, position, self.theta).astype(z.dtype)
-        q = q.reshape(b, t, kv_heads, -1, dim)  # [B, T, K, G, d]
-        block = self.keys_values(z, position)
-        before = jnp.arange(context.shape[1]) < start[:, None]
-        scores = einsum("btkgd,bskd->bkgts", q, context[:, :, 0])
-        scores = jnp.where(before[:, None, None, None], scores, -jnp.inf)
-        scores = jnp.concatenate((scores, einsum("btkgd,bskd->bkgts", q, block[:, :, 0])), axis=-1)
-        probs = jax.nn.softmax(scores / math.sqrt(dim), axis=-1).astype(z.dtype)
-        old, new = jnp.split(probs, [context.shape[1]], axis=-1)
-        attended = einsum("bkgts,bskd->btkgd", old, context[:, :, 1])
-        attended += einsum("bkgts,bskd->btkgd", new, block[:, :, 1])
-        return einsum("bthk,dhk->btd", attended.reshape(b, t, -1, dim), self.wo[...])
-
-
-class DraftLayer(nnx.Module):
-    """One decoder layer of the drafter."""
-
-    def __init__(self, config: DrafterConfig, dtype: DTypeLike):
-        hidden, width = config.hidden_size, config.intermediate_size
-        norm = functools.partial(RMSNorm, hidden, config.rms_norm_eps, dtype)
-        self.attn_norm, self.mlp_norm = norm(), norm()
-        self.attn = DraftAttention(config, dtype)
-        self.gate = param((width, hidden), ("mlp", "embed"), dtype)
-        self.up = param((width, hidden), ("mlp", "embed"), dtype)
-        self.down = param((hidden, width), ("embed", "mlp"), dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        context: Float[Array, "B S 2 K d"],
-        start: Int[Array, " B"],
-    ) -> Float[Array, "B T D"]:
-        """Returns the block after attention and MLP, each with its residual."""
-        dtype = x.dtype
-        a = self.attn(self.attn_norm(x, dtype), context, start)
-        x = (x.astype(jnp.float32) + a).astype(dtype)
-        y = self.mlp_norm(x, dtype)
-        gate, up = (einsum("btd,fd->btf", y, w[...]) for w in (self.gate, self.up))
-        y = einsum("btf,df->btd", (jax.nn.silu(gate) * up).astype(dtype), self.down[...])
-        return (x.astype(jnp.float32) + y).astype(dtype)
 
 
 class Markov(nnx.Module):
@@ -218,7 +113,7 @@ def extend(
         c = einsum("btd,ed->bte", joined, drafter.fc[...])
         c = drafter.hidden_norm(c, joined.dtype)
         position = start[:, None] + jnp.arange(c.shape[1])
-        new = jnp.stack([layer.attn.keys_values(c, position) for layer in drafter.layers], axis=2)
+        new = keys_values([layer.attn for layer in drafter.layers], c, position)
         return Context(write(context.kv, new, start, count))
 
 
@@ -229,12 +124,14 @@ def draft(
     context: Context,
     anchor: Int[Array, " B"],
     start: Int[Array, " B"],
+    differentiable: bool = False,
 ) -> tuple[Float[Array, "B n D"], Float[Array, "B n Vd"]]:
     """Reads the block of an anchor and `block_size` - 1 masks.
 
     Args:
       target: the target's parameters, for what the drafter shares with it.
       anchor: the last token of each row, at position `start[b]`.
+      differentiable: for training; kernels have no gradient.
 
     Returns:
       For each proposal (the token after anchor + j): hidden states, and logits as they are before
@@ -246,7 +143,7 @@ def draft(
         embed = drafter.embed[...] if config.own_embedding else target["embed"]["weight"][...]
         x = embed[block.at[:, 0].set(anchor)]
         for i, layer in enumerate(drafter.layers):
-            x = layer(x, context.kv[:, :, i], start)
+            x = layer(x, context, i, start, differentiable)
         h = drafter.norm(x, x.dtype)
         head: Any = drafter.head[...] if config.own_head else target["unembed"]["weight"][...]
         base = einsum("btd,vd->btv", h, head)

@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from inkling_jax.config import Config
-from inkling_jax.drafter import Context, confidences, draft, markov_start, propose_next
+from inkling_jax.draft_layers import Context
+from inkling_jax.drafter import confidences, draft, markov_start, propose_next
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.errors import InputError
 from inkling_jax.generation import GenerateState

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int, Key
 from inkling_jax import generation
 from inkling_jax.cache import Cache, init_cache, rollback
 from inkling_jax.config import Config
-from inkling_jax.drafter import Context, extend, init_context
+from inkling_jax.draft_layers import Context, init_context
+from inkling_jax.drafter import extend
 from inkling_jax.generation import NO_TOKEN, GenerateState, Requests, Tokens
 from inkling_jax.model import forward, unembed
 from inkling_jax.proposing import Speculator, draw_chance, propose

@@ -1,5 +1,7 @@
 """The drafter against its definition: block, positions, Markov heads, vocabulary, confidences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,16 +10,11 @@ from flax import nnx
 from helpers import tiny_params
 from helpers_dspark import DRAFTER, TARGET, VOCAB, with_heads
 
-from inkling_jax.drafter import (
-    confidences,
-    draft,
-    extend,
-    init_context,
-    init_drafter,
-    markov_start,
-    propose_next,
-    rotate,
-)
+from inkling_jax import ops
+from inkling_jax.draft_layers import init_context, rotate
+from inkling_jax.drafter import confidences, draft, extend, init_drafter, markov_start, propose_next
+from pallas_kernels.draft_attention import draft_attention
+from pallas_kernels.projections import project
 
 ROWS, LENGTHS = 2, jnp.array([6, 3], jnp.int32)
 
@@ -76,6 +73,21 @@ def test_a_block_sees_its_context_and_nothing_beyond():
     np.testing.assert_array_equal(draft(params, DRAFTER, target, beyond, anchor, LENGTHS)[0], h)
     within = jax.tree.map(lambda x: x.at[:, 2].set(7.0), context)
     assert np.abs(draft(params, DRAFTER, target, within, anchor, LENGTHS)[0] - h).max() > 1e-3
+
+
+def test_kernels_attend_as_the_plain_layer_does(monkeypatch):
+    config = with_heads(head_dim=32)
+    params, target = made(config), tiny_params(TARGET)
+    empty, zero = init_context(config, ROWS, 8, jnp.float32), jnp.zeros(ROWS, jnp.int32)
+    context = extend(params, config, empty, taps(), zero, LENGTHS)
+    args = (params, config, target, context, jnp.array([5, 9], jnp.int32), LENGTHS)
+    plain, _ = draft(*args)
+    monkeypatch.setattr(ops, "takes_draft", lambda *_: True)
+    for name, kernel in {"_project": project, "_draft_attention": draft_attention}.items():
+        monkeypatch.setattr(ops, name, functools.partial(kernel, interpret=True))
+    np.testing.assert_allclose(draft(*args)[0], plain, atol=1e-5)
+    monkeypatch.setattr(ops, "attend_draft", None)
+    np.testing.assert_array_equal(draft(*args, differentiable=True)[0], plain)
 
 
 def test_rotation_turns_half_split_pairs_by_position():

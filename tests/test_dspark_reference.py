@@ -13,14 +13,8 @@ from safetensors.numpy import load_file
 from inkling_jax import speculative
 from inkling_jax.cache import init_cache
 from inkling_jax.config import Config
-from inkling_jax.drafter import (
-    confidences,
-    draft,
-    extend,
-    init_context,
-    markov_start,
-    propose_next,
-)
+from inkling_jax.draft_layers import init_context
+from inkling_jax.drafter import confidences, draft, extend, markov_start, propose_next
 from inkling_jax.load_drafter import load_drafter
 from inkling_jax.loading import load_params
 from inkling_jax.model import forward

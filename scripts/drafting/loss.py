@@ -8,14 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from inkling_jax.config import Config
-from inkling_jax.drafter import (
-    confidences,
-    draft,
-    extend,
-    init_context,
-    markov_start,
-    propose_next,
-)
+from inkling_jax.draft_layers import init_context
+from inkling_jax.drafter import confidences, draft, extend, markov_start, propose_next
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.model import Forward, unembed
 
@@ -79,7 +73,7 @@ def blocks(
     p = jax.nn.softmax(unembed(target, target_config, hidden), axis=-1).reshape(-1, n, vocab)
 
     def of_anchor(anchor, start):
-        return draft(params, config, target, context, anchor, start)
+        return draft(params, config, target, context, anchor, start, differentiable=True)
 
     first = tokens[row, anchors]
     h, base = jax.vmap(of_anchor, in_axes=1, out_axes=1)(first, anchors)
