@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 from inkling_jax import generation, speculative
 from inkling_jax.cache import Cache, on_mesh
 from inkling_jax.config import Config
-from inkling_jax.drafter import Context
+from inkling_jax.draft_layers import Context
 from inkling_jax.generation import GenerateState, Requests, Tokens
 from inkling_jax.proposing import Speculator
 from inkling_jax.speculative import Rounds, SpecState

@@ -5,9 +5,7 @@ one anchor and masks at once; `Markov` then makes each proposal depend on the on
 `Model`, `Drafter` holds parameters only.
 """
 
-import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,120 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from inkling_jax.cache import write
+from inkling_jax.draft_layers import Context, DraftLayer, keys_values
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.layers import Linear, RMSNorm, einsum, fill_params, param, softcap
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """Keys and values of all tokens before the anchor, per layer of the drafter.
-
-    A token at position p lies in slot p. The target's cache says how many tokens there are, so
-    rolling that back rolls back this.
-    """
-
-    k: tuple[Float[Array, "B S K d"], ...]
-    v: tuple[Float[Array, "B S K d"], ...]
-
-
-def init_context(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeLike) -> Context:
-    """Returns an empty context for `capacity` tokens a row."""
-
-    def zeros():
-        shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
-        return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
-
-    return Context(zeros(), zeros())
-
-
-def rotate(
-    x: Float[Array, "B T H d"], position: Int[Array, "B T"], theta: float
-) -> Float[Array, "B T H d"]:
-    """Rotary embedding of half-split pairs (x[i], x[i + d/2]), in float32."""
-    half = x.shape[-1] // 2
-    inv_freq = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = position.astype(jnp.float32)[..., None, None] * inv_freq  # [B, T, 1, d/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-
-
-class DraftAttention(nnx.Module):
-    """Attention from a block to its context and to all of itself."""
-
-    def __init__(self, config: DrafterConfig, dtype: DTypeLike):
-        self.theta = config.rope_theta
-        hidden, dim = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.wq = param((heads, dim, hidden), ("heads", None, "embed"), dtype)
-        self.wk = param((kv_heads, dim, hidden), ("kv_heads", None, "embed"), dtype)
-        self.wv = param((kv_heads, dim, hidden), ("kv_heads", None, "embed"), dtype)
-        self.wo = param((hidden, heads, dim), ("embed", "heads", None), dtype)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype)
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype)
-
-    def keys_values(
-        self, z: Float[Array, "B T D"], position: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T K d"], Float[Array, "B T K d"]]:
-        """Returns rotated keys, and values."""
-        k = einsum("btd,hkd->bthk", z, self.wk[...])
-        k = rotate(self.k_norm(k, jnp.float32), position, self.theta)
-        return k.astype(z.dtype), einsum("btd,hkd->bthk", z, self.wv[...]).astype(z.dtype)
-
-    def __call__(
-        self,
-        z: Float[Array, "B T D"],
-        k_context: Float[Array, "B S K d"],
-        v_context: Float[Array, "B S K d"],
-        start: Int[Array, " B"],
-    ) -> Float[Array, "B T D"]:
-        """Attends from positions `start[b]`… to the `start[b]` tokens before and to the block."""
-        b, t, _ = z.shape
-        kv_heads, dim = k_context.shape[2:]
-        position = start[:, None] + jnp.arange(t)
-        q = self.q_norm(einsum("btd,hkd->bthk", z, self.wq[...]), jnp.float32)
-        q = rotate(q, position, self.theta).astype(z.dtype)
-        q = q.reshape(b, t, kv_heads, -1, dim)  # [B, T, K, G, d]
-        k, v = self.keys_values(z, position)
-        before = jnp.arange(k_context.shape[1]) < start[:, None]
-        scores = einsum("btkgd,bskd->bkgts", q, k_context)
-        scores = jnp.where(before[:, None, None, None], scores, -jnp.inf)
-        scores = jnp.concatenate((scores, einsum("btkgd,bskd->bkgts", q, k)), axis=-1)
-        probs = jax.nn.softmax(scores / math.sqrt(dim), axis=-1).astype(v.dtype)
-        old, new = jnp.split(probs, [k_context.shape[1]], axis=-1)
-        attended = einsum("bkgts,bskd->btkgd", old, v_context)
-        attended += einsum("bkgts,bskd->btkgd", new, v)
-        return einsum("bthk,dhk->btd", attended.reshape(b, t, -1, dim), self.wo[...])
-
-
-class DraftLayer(nnx.Module):
-    """One decoder layer of the drafter."""
-
-    def __init__(self, config: DrafterConfig, dtype: DTypeLike):
-        hidden, width = config.hidden_size, config.intermediate_size
-        norm = functools.partial(RMSNorm, hidden, config.rms_norm_eps, dtype)
-        self.attn_norm, self.mlp_norm = norm(), norm()
-        self.attn = DraftAttention(config, dtype)
-        self.gate = param((width, hidden), ("mlp", "embed"), dtype)
-        self.up = param((width, hidden), ("mlp", "embed"), dtype)
-        self.down = param((hidden, width), ("embed", "mlp"), dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        k_context: Float[Array, "B S K d"],
-        v_context: Float[Array, "B S K d"],
-        start: Int[Array, " B"],
-    ) -> Float[Array, "B T D"]:
-        """Returns the block after attention and MLP, each with its residual."""
-        dtype = x.dtype
-        a = self.attn(self.attn_norm(x, dtype), k_context, v_context, start)
-        x = (x.astype(jnp.float32) + a).astype(dtype)
-        y = self.mlp_norm(x, dtype)
-        gate, up = (einsum("btd,fd->btf", y, w[...]) for w in (self.gate, self.up))
-        y = einsum("btf,df->btd", (jax.nn.silu(gate) * up).astype(dtype), self.down[...])
-        return (x.astype(jnp.float32) + y).astype(dtype)
 
 
 class Markov(nnx.Module):
@@ -226,10 +113,8 @@ def extend(
         c = einsum("btd,ed->bte", joined, drafter.fc[...])
         c = drafter.hidden_norm(c, joined.dtype)
         position = start[:, None] + jnp.arange(c.shape[1])
-        new = [layer.attn.keys_values(c, position) for layer in drafter.layers]
-        pairs = zip(context.k, context.v, new, strict=True)
-        written = [(write(k, a, start, count), write(v, b, start, count)) for k, v, (a, b) in pairs]
-    return Context(*(tuple(x) for x in zip(*written, strict=True)))
+        new = keys_values([layer.attn for layer in drafter.layers], c, position)
+        return Context(write(context.kv, new, start, count))
 
 
 def draft(
@@ -239,12 +124,14 @@ def draft(
     context: Context,
     anchor: Int[Array, " B"],
     start: Int[Array, " B"],
+    differentiable: bool = False,
 ) -> tuple[Float[Array, "B n D"], Float[Array, "B n Vd"]]:
     """Reads the block of an anchor and `block_size` - 1 masks.
 
     Args:
       target: the target's parameters, for what the drafter shares with it.
       anchor: the last token of each row, at position `start[b]`.
+      differentiable: for training; kernels have no gradient.
 
     Returns:
       For each proposal (the token after anchor + j): hidden states, and logits as they are before
@@ -255,8 +142,8 @@ def draft(
         block = jnp.full((anchor.shape[0], config.block_size), config.mask_token_id, jnp.int32)
         embed = drafter.embed[...] if config.own_embedding else target["embed"]["weight"][...]
         x = embed[block.at[:, 0].set(anchor)]
-        for layer, k, v in zip(drafter.layers, context.k, context.v, strict=True):
-            x = layer(x, k, v, start)
+        for i, layer in enumerate(drafter.layers):
+            x = layer(x, context, i, start, differentiable)
         h = drafter.norm(x, x.dtype)
         head: Any = drafter.head[...] if config.own_head else target["unembed"]["weight"][...]
         base = einsum("btd,vd->btv", h, head)
@@ -271,8 +158,7 @@ def propose_next(
     prev: Int[Array, " B"],
     state: Float[Array, "B r"],
     vocab: int,
-    j: int,
-) -> tuple[Float[Array, "B V"], Float[Array, " B"], Float[Array, "B r"]]:
+) -> tuple[Float[Array, "B V"], Float[Array, "B r"]]:
     """Lets the token before a proposal have its say.
 
     Args:
@@ -280,21 +166,11 @@ def propose_next(
       prev: the token before it: the anchor, then each token as it was drawn.
       state: of the rnn head, from `markov_start`.
       vocab: V, tokens of the target; those that the drafter cannot propose get -inf.
-      j: the proposal's place in the block, from 0 on.
 
     Returns:
-      Logits in the target's vocabulary, the confidence that the proposal will be accepted (1
-      without a confidence head), the new state.
+      Logits in the target's vocabulary, the new state.
     """
-    drafter = nnx.merge(graphdef(config), params)
-    logits, confidence = base, jnp.ones(prev.shape, jnp.float32)
-    if config.enable_confidence_head:
-        features = h
-        if config.confidence_head_with_markov:
-            features = jnp.concatenate((h, drafter.markov.w1[...][prev]), axis=-1)
-        score = drafter.confidence(features).astype(jnp.float32)[:, 0]
-        temperature = config.confidence_temperatures[j] if config.confidence_temperatures else 1.0
-        confidence = jax.nn.sigmoid(score / temperature)
+    drafter, logits = nnx.merge(graphdef(config), params), base
     if config.markov_rank:
         bias, state = drafter.markov(prev, h, state)
         logits = logits + bias
@@ -303,9 +179,33 @@ def propose_next(
     if config.draft_vocab_size:
         everywhere = jnp.full((base.shape[0], vocab), -jnp.inf)
         logits = everywhere.at[:, drafter.tokens[...]].set(logits, mode="drop")
-    return logits[:, :vocab], confidence, state
+    return logits[:, :vocab], state
 
 
 def markov_start(config: DrafterConfig, batch: int, dtype: DTypeLike) -> Float[Array, "B r"]:
     """Returns the rnn head's state at the start of a block."""
     return jnp.zeros((batch, config.markov_rank), dtype)
+
+
+def confidences(
+    params: nnx.State,
+    config: DrafterConfig,
+    h: Float[Array, "B n D"],
+    prev: Int[Array, "B n"],
+) -> Float[Array, "B n"]:
+    """Returns how likely each proposal is to be accepted, 1 without a confidence head.
+
+    Args:
+      h: hidden states of the first n proposals of a block, from `draft`.
+      prev: the token before each.
+    """
+    if not config.enable_confidence_head:
+        return jnp.ones(prev.shape, jnp.float32)
+    drafter = nnx.merge(graphdef(config), params)
+    features = h
+    if config.confidence_head_with_markov:
+        features = jnp.concatenate((h, drafter.markov.w1[...][prev]), axis=-1)
+    score = drafter.confidence(features).astype(jnp.float32)[..., 0]
+    if config.confidence_temperatures:
+        score = score / jnp.array(config.confidence_temperatures[: prev.shape[1]], jnp.float32)
+    return jax.nn.sigmoid(score)

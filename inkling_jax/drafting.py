@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from inkling_jax import speculative
 from inkling_jax.cache import init_cache
 from inkling_jax.config import Config
-from inkling_jax.drafter import init_context
+from inkling_jax.draft_layers import init_context
 from inkling_jax.errors import InputError
 from inkling_jax.generation import Requests
 from inkling_jax.load_drafter import find_drafter, load_drafter

@@ -19,6 +19,7 @@ from inkling_jax.quant import QuantTensor, Weights
 from pallas_kernels import allreduce_conv_mix as allreduce_conv_mix_kernel
 from pallas_kernels import conv_mix as conv_mix_kernel
 from pallas_kernels import (
+    draft_attention,
     moe_experts,
     projections,
     qkv_prep,
@@ -30,9 +31,10 @@ from pallas_kernels.conv_mix import ConvMix
 from pallas_kernels.moe_experts import PackedExperts, Plan
 
 OPERATIONS = (
-    "moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix", "allreduce_conv_mix",
-)  # fmt: skip
-EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX = OPERATIONS
+    *("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix"),
+    *("allreduce_conv_mix", "draft_attention"),
+)
+EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT = OPERATIONS
 KERNEL = "kernel"
 SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off
 CAPABILITY = 9.0  # Hopper, where they are tested
@@ -46,6 +48,7 @@ prepare = jax.jit(
     qkv_prep.qkv_prep, static_argnames=("qk_threshold", "rel_threshold", "eps", "log_scaling")
 )
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
+_draft_attention = jax.jit(draft_attention.draft_attention, static_argnames=("layer", "eps"))
 _conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=("dtype", "eps", "norm_eps"))
 _allreduce_conv_mix = jax.jit(
     allreduce_conv_mix_kernel.allreduce_conv_mix,
@@ -217,6 +220,36 @@ def attend(
 ) -> Float[Array, "B T H d"]:
     """Gated attention to the cache by the kernel, in q's dtype; `gate` before its sigmoid."""
     return _rel_attention_decode(q, r, k, v, proj, sink, gate, start, count, window=window)
+
+
+def takes_draft(z: Float[Array, "B T D"], context: Float[Array, "B S L 2 K d"], heads: int) -> bool:
+    """Tells whether kernels project a drafter's block and attend from it to its context."""
+    (_, tokens, hidden), (kv_heads, dim) = z.shape, context.shape[4:]
+    refusal = (
+        projections.unsupported(1, hidden)
+        or projections.unsupported(1, heads * dim)
+        or draft_attention.unsupported(tokens, heads, kv_heads, dim)
+    )
+    if z.dtype != jnp.bfloat16:
+        refusal = f"activations are {z.dtype.name}, not bfloat16"
+    return _choose(DRAFT, refusal)
+
+
+def attend_draft(
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B T K d"],
+    v: Float[Array, "B T K d"],
+    q_norm: Float[Array, " d"],
+    k_norm: Float[Array, " d"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    context: Float[Array, "B S L 2 K d"],
+    start: Int[Array, " B"],
+    layer: int,
+    eps: float,
+) -> Float[Array, "B T H d"]:
+    """Attention of a block to its context and to itself by the kernel, in the context's dtype."""
+    return _draft_attention(q, k, v, q_norm, k_norm, cos, sin, context, start, layer=layer, eps=eps)
 
 
 def takes_sampling(vocabulary: int) -> bool:

@@ -8,14 +8,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from inkling_jax.config import Config
-from inkling_jax.drafter import Context, draft, markov_start, propose_next
+from inkling_jax.draft_layers import Context
+from inkling_jax.drafter import confidences, draft, markov_start, propose_next
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.errors import InputError
 from inkling_jax.generation import GenerateState
-from inkling_jax.sampling import draw, filtered_logits
+from inkling_jax.sampling import distributions, draw, filtered_logits, gumbel
 
-# A request's key is folded with token positions; these lie beyond any of them.
-DRAFT, VERIFY = 2**31, 2**31 + 1
+ROUNDS = 2**31  # a request's key is folded with token positions; this lies beyond any of them
 
 
 @jax.tree_util.register_dataclass
@@ -56,36 +56,56 @@ class Proposal:
     confidence: Float[Array, "B n"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chance:
+    """All that is random about a round of n drafts, drawn at once.
+
+    noise: Gumbel noise for each draft and for the token that follows the accepted ones.
+    uniform: decides which are accepted.
+    """
+
+    noise: Float[Array, "B m V"]
+    uniform: Float[Array, "B n"]
+
+
+def draw_chance(keys: Key[Array, " B"], count: Int[Array, " B"], n: int, vocab: int) -> Chance:
+    """Draws for this round alone: no later round has the same number of tokens before it."""
+
+    def of_row(key, count):
+        key = jax.random.fold_in(jax.random.fold_in(key, jnp.uint32(ROUNDS)), count)
+        first, second = jax.random.split(key)
+        return Chance(gumbel(first, (n + 1, vocab)), jax.random.uniform(second, (n,)))
+
+    return jax.vmap(of_row)(keys, count)
+
+
 def propose(
     params: nnx.State,
     config: Config,
     speculator: Speculator,
     base: GenerateState,
     context: Context,
+    noise: Float[Array, "B m V"],
 ) -> Proposal:
-    """Drafts a block for each row: the body at once, then token by token (the Markov head)."""
+    """Drafts a block for each row: the body at once, then token by token (the Markov head).
+
+    Only what a draft's successor needs is done token by token.
+    """
     drafter = speculator.config
     sampling, vocab = base.requests.sampling, config.text.unpadded_vocab_size
-    keys = round_keys(base.requests.keys, base.count, DRAFT)
     start = base.cache.length
     h, logits = draft(speculator.params, drafter, params, context, base.token, start)
-    prev, memory = base.token, markov_start(drafter, start.shape[0], h.dtype)
-    tokens, probs, confidence = [], [], []
+    memory = markov_start(drafter, start.shape[0], h.dtype)
+    tokens, rows = [base.token], []
     with jax.named_scope("markov"):
         for j in range(speculator.drafts):
-            row, sure, memory = propose_next(
-                speculator.params, drafter, h[:, j], logits[:, j], prev, memory, vocab, j
+            row, memory = propose_next(
+                speculator.params, drafter, h[:, j], logits[:, j], tokens[-1], memory, vocab
             )
-            filtered = filtered_logits(row, sampling)
-            prev = draw(filtered, keys, jnp.full_like(start, j))
-            tokens.append(prev)
-            probs.append(jax.nn.softmax(filtered, axis=-1))
-            confidence.append(sure)
-    return Proposal(*(jnp.stack(x, axis=1) for x in (tokens, probs, confidence)))
-
-
-def round_keys(keys: Key[Array, " B"], count: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:
-    """Returns keys of this round alone: no later round has the same number of tokens before it."""
-    return jax.vmap(
-        lambda key, n: jax.random.fold_in(jax.random.fold_in(key, jnp.uint32(purpose)), n)
-    )(keys, count)
+            rows.append(filtered_logits(row, sampling))
+            tokens.append(draw(rows[-1], sampling, noise[:, j]))
+        probs = distributions(jnp.stack(rows, axis=1), sampling)
+        before, drafted = jnp.stack(tokens[:-1], axis=1), jnp.stack(tokens[1:], axis=1)
+        sure = confidences(speculator.params, drafter, h[:, : speculator.drafts], before)
+    return Proposal(drafted, probs, sure)

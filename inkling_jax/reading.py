@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from inkling_jax import generation, speculative
 from inkling_jax.cache import Cache, init_cache
 from inkling_jax.config import Config
-from inkling_jax.drafter import Context, init_context
+from inkling_jax.draft_layers import Context, init_context
 from inkling_jax.generation import Tokens
 from inkling_jax.model import encode_image
 from inkling_jax.prompts import Prompt

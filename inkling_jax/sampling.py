@@ -20,29 +20,49 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 from inkling_jax import ops
 from inkling_jax.sampling_params import GREEDY_BELOW, SamplingParams
 
+_FAR = 1e4  # beyond any difference of log probabilities and noise
 _DIGIT_BITS = 4  # fifteen thresholds tried a pass: more passes cost launches, wider ones work
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sampling:
-    """What each row of a batch samples with; the fields mean what they do in `SamplingParams`."""
+class Filters:
+    """What each row keeps of its distribution; the fields mean what they do in `SamplingParams`."""
 
-    temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
     min_p: Float[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What each row of a batch samples with.
+
+    filters: None where no row has any; a loop for such a batch is compiled without the search.
+    """
+
+    temperature: Float[Array, " B"]
+    filters: Filters | None = None
+
+    @property
+    def greedy(self) -> Bool[Array, " B"]:
+        """Rows that take their most probable token, the lowest id on ties."""
+        return self.temperature < GREEDY_BELOW
 
     @classmethod
     def stack(cls, params: Sequence[SamplingParams]) -> Self:
         """Puts the settings of B requests into arrays; unset ones do not filter."""
         rows = [p.resolved() for p in params]
-        return cls(
-            temperature=jnp.asarray([p.temperature for p in rows], jnp.float32),
+        temperature = jnp.asarray([p.temperature for p in rows], jnp.float32)
+        if not any(p.filters for p in rows):
+            return cls(temperature)
+        filters = Filters(
             top_k=jnp.asarray([min(p.top_k or 0, 2**31 - 1) for p in rows], jnp.int32),
             top_p=jnp.asarray([p.top_p for p in rows], jnp.float32),
             min_p=jnp.asarray([p.min_p for p in rows], jnp.float32),
         )
+        return cls(temperature, filters)
 
 
 def keys_from_seeds(seeds: Sequence[int]) -> Key[Array, " B"]:
@@ -69,35 +89,55 @@ def sample(
     Returns:
         Token ids, and their log probabilities under the unfiltered distribution at temperature 1.
     """
-    token = draw(filtered_logits(logits, sampling), keys, positions)
+    noise = jax.vmap(lambda k, p: gumbel(jax.random.fold_in(k, p), logits.shape[1:]))
+    token = draw(filtered_logits(logits, sampling), sampling, noise(keys, positions))
     return token, token_logprobs(logits, token)
 
 
+def gumbel(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Draws Gumbel noise: what is largest with it added is a draw from the softmax."""
+    # "high": with the default's 23 bits a few of 200,000 draws would meet at the largest value.
+    return jax.random.gumbel(key, shape, jnp.float32, mode="high")
+
+
 def draw(
-    filtered: Float[Array, "B V"], keys: Key[Array, " B"], positions: Int[Array, " B"]
+    filtered: Float[Array, "B V"], sampling: Sampling, noise: Float[Array, "B V"]
 ) -> Int[Array, " B"]:
-    """Draws a token a row from the result of `filtered_logits`, as `sample` does."""
-    noise = jax.vmap(_gumbel, (0, 0, None))(keys, positions, filtered.shape[-1])
+    """Draws a token a row from the result of `filtered_logits`; a greedy row ignores the noise."""
+    noise = jnp.where(sampling.greedy[:, None], 0.0, noise)
     return jnp.argmax(filtered + noise, -1).astype(jnp.int32)
 
 
-def filtered_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+def filtered_logits(logits: Float[Array, "B *n V"], sampling: Sampling) -> Float[Array, "B *n V"]:
     """Returns the logits that a row samples from: divided by its temperature, -inf where filtered.
 
-    A greedy row (temperature below 1e-5) keeps its largest logit alone, the lowest id on ties;
-    softmax of the result is thus the row's distribution in every case (spec: dspark.md, "Verify").
+    Greedy rows (temperature below 1e-5) are not divided; their largest logit stays.
     """
     vocab = logits.shape[-1]
-    greedy = sampling.temperature < GREEDY_BELOW
-    scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
+    flat = logits.reshape(-1, vocab)
+    each = jax.tree.map(lambda x: jnp.repeat(x, flat.shape[0] // x.shape[0]), sampling)
+    scaled = flat / jnp.where(each.greedy, 1.0, each.temperature)[:, None]
+    if each.filters is None:
+        return scaled.reshape(logits.shape)
     scaled = jnp.where(scaled == 0, 0.0, scaled)  # -0.0 and 0.0 are equal, their bits are not
-    k = jnp.where(sampling.top_k <= 0, vocab, jnp.minimum(sampling.top_k, vocab))
-    k = jnp.where(greedy, 1, k).astype(jnp.int32)
+    top_k, top_p = each.filters.top_k, each.filters.top_p
+    k = jnp.where(top_k <= 0, vocab, jnp.minimum(top_k, vocab))
     find = ops.prefix_end if ops.takes_sampling(vocab) else prefix_end
-    value, last = (x[:, None] for x in find(scaled, k, sampling.top_p))
+    value, last = (x[:, None] for x in find(scaled, k, top_p))
     keep = (scaled > value) | ((scaled == value) & (jnp.arange(vocab) <= last))
-    keep &= jnp.exp(scaled - scaled.max(-1, keepdims=True)) >= sampling.min_p[:, None]
-    return jnp.where(keep, scaled, -jnp.inf)
+    least = each.filters.min_p[:, None]
+    keep &= jnp.exp(scaled - scaled.max(-1, keepdims=True)) >= least
+    return jnp.where(keep, scaled, -jnp.inf).reshape(logits.shape)
+
+
+def distributions(filtered: Float[Array, "B n V"], sampling: Sampling) -> Float[Array, "B n V"]:
+    """Returns what a row samples from: softmax of the result of `filtered_logits`.
+
+    A greedy row's is all at its largest logit, the lowest id on ties (spec: dspark.md, "Verify").
+    """
+    only = jnp.arange(filtered.shape[-1]) == jnp.argmax(filtered, -1, keepdims=True)
+    greedy = sampling.greedy[:, None, None]
+    return jnp.where(greedy, only.astype(jnp.float32), jax.nn.softmax(filtered, axis=-1))
 
 
 def prefix_end(
@@ -172,7 +212,8 @@ def accept(
     q: Float[Array, "B n V"],
     p: Float[Array, "B m V"],
     n_valid: Int[Array, " B"],
-    keys: Key[Array, " B"],
+    uniform: Float[Array, "B n"],
+    noise: Float[Array, "B V"],
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Accepts a prefix of drafted tokens so that the output follows the target's distribution.
 
@@ -181,39 +222,32 @@ def accept(
     their distributions have one token (spec: dspark.md, "Verify").
 
     Args:
-        draft_tokens: drafts, token j drawn from q[:, j].
-        q: the drafter's probabilities, float32, all filters applied.
-        p: the target's probabilities, m = n + 1 of them, all filters applied.
-        n_valid: how many drafts of each row count, 0 to n.
-        keys: a key per row that nothing else of this step uses.
+      draft_tokens: drafts, token j drawn from q[:, j].
+      q: the drafter's probabilities, float32, all filters applied.
+      p: the target's probabilities, m = n + 1 of them, all filters applied.
+      n_valid: how many drafts of each row count, 0 to n.
+      uniform: numbers in [0, 1), for the acceptances.
+      noise: Gumbel noise, for the token that follows them.
 
     Returns:
-        How many drafts were accepted, and the token that follows them.
+      How many drafts were accepted, and the token that follows them.
     """
-    draws = jax.vmap(lambda key: jax.random.split(key))(keys)
     n = draft_tokens.shape[1]
-    u = jax.vmap(lambda key: jax.random.uniform(key, (n,)))(draws[:, 0])
     at = draft_tokens[..., None]
     p_draft = jnp.take_along_axis(p[:, :n], at, -1)[..., 0]
     q_draft = jnp.take_along_axis(q, at, -1)[..., 0]
-    fine = (u * q_draft < p_draft) & (jnp.arange(n) < n_valid[:, None])
-    accepted = jnp.cumprod(fine.astype(jnp.int32), -1).sum(-1)
+    place = jnp.arange(n)
+    fine = (uniform * q_draft < p_draft) & (place < n_valid[:, None])
+    accepted = jnp.where(fine, n, place).min(-1).astype(jnp.int32)
 
     row = accepted[:, None, None]
     p_next = jnp.take_along_axis(p, row, 1)[:, 0]
-    q_padded = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-    q_next = jnp.take_along_axis(q_padded, row, 1)[:, 0]
+    q_next = jnp.take_along_axis(q, jnp.minimum(row, n - 1), 1)[:, 0]
     refused = (accepted < n_valid)[:, None]
-    rest = jnp.maximum(p_next - jnp.where(refused, q_next, 0.0), 0.0)
-    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p_next)
-    noise = jax.vmap(_gumbel, (0, None, None))(draws[:, 1], jnp.int32(0), p.shape[-1])
-    return accepted, jnp.argmax(jnp.log(rest) + noise, -1).astype(jnp.int32)
-
-
-def _gumbel(key: Key[Array, ""], position: Int[Array, ""], vocab: int) -> Float[Array, " V"]:
-    # "high": with the default's 23 bits a few of 200,000 draws would meet at the largest value.
-    key = jax.random.fold_in(key, position)
-    return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
+    rest = jnp.where(refused, jnp.maximum(p_next - q_next, 0.0), p_next)
+    # Where rounding leaves no mass the draw is from p, whose scores are below all others.
+    score = jnp.where(rest > 0, jnp.log(rest), jnp.log(p_next) - _FAR)
+    return accepted, jnp.argmax(score + noise, -1).astype(jnp.int32)
 
 
 def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:

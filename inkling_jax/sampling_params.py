@@ -102,6 +102,12 @@ class SamplingParams:
         unset = {name: getattr(defaults, name) for name in names if getattr(self, name) is None}
         return dataclasses.replace(self, **unset)
 
+    @property
+    def filters(self) -> bool:
+        """Whether resolved settings keep only a part of the distribution that is drawn from."""
+        kept = (self.top_k, self.top_p, self.min_p) == (0, 1, 0)
+        return not kept and (self.temperature or 0.0) >= GREEDY_BELOW
+
     def resolved(self) -> Self:
         """Returns these settings with the unset ones at values that change nothing."""
         return self.over(type(self)(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0))

@@ -17,11 +17,19 @@ from jaxtyping import Array, Float, Int, Key
 from inkling_jax import generation
 from inkling_jax.cache import Cache, init_cache, rollback
 from inkling_jax.config import Config
-from inkling_jax.drafter import Context, extend, init_context
+from inkling_jax.draft_layers import Context, init_context
+from inkling_jax.drafter import extend
 from inkling_jax.generation import NO_TOKEN, GenerateState, Requests, Tokens
 from inkling_jax.model import forward, unembed
-from inkling_jax.proposing import VERIFY, Speculator, propose, round_keys
-from inkling_jax.sampling import Sampling, accept, filtered_logits, finite, logprobs
+from inkling_jax.proposing import Speculator, draw_chance, propose
+from inkling_jax.sampling import (
+    Sampling,
+    accept,
+    distributions,
+    filtered_logits,
+    finite,
+    logprobs,
+)
 from inkling_jax.widths import choose_widths
 
 
@@ -96,7 +104,9 @@ def step(
     """Takes one round: every running row gets one to `drafts` + 1 tokens."""
     base, drafter = state.base, speculator.config
     running, start = ~base.done, base.cache.length
-    proposal = propose(params, config, speculator, base, state.context)
+    sampling, vocab = base.requests.sampling, config.text.unpadded_vocab_size
+    chance = draw_chance(base.requests.keys, base.count, speculator.drafts, vocab)
+    proposal = propose(params, config, speculator, base, state.context, chance.noise)
     width, spent = _widths(speculator, state, proposal.confidence)
 
     block = jnp.concatenate((base.token[:, None], proposal.tokens), axis=1)  # [B, n + 1]
@@ -105,9 +115,10 @@ def step(
     out = forward(params, config, block, read, base.cache, taps=taps)
     logits = unembed(params, config, out.hidden)
     with jax.named_scope("accept"):
-        probs = _probabilities(logits, base.requests.sampling)
-        keys = round_keys(base.requests.keys, base.count, VERIFY)
-        accepted, following = accept(proposal.tokens, proposal.probs, probs, width, keys)
+        probs = distributions(filtered_logits(logits, sampling), sampling)
+        accepted, following = accept(
+            proposal.tokens, proposal.probs, probs, width, chance.uniform, chance.noise[:, -1]
+        )
     with jax.named_scope("commit"):
         base, ids = _commit(base, proposal.tokens, accepted, following, logits)
         committed = base.count - state.base.count
@@ -215,14 +226,6 @@ def _widths(speculator: Speculator, state: SpecState, confidence):
     rate = state.base.count.astype(jnp.float32) / (cost[0] + state.spent)
     width = choose_widths(confidence, cost, rate)
     return width, jnp.where(state.base.done, state.spent, state.spent + cost[width])
-
-
-def _probabilities(logits, sampling: Sampling) -> Float[Array, "B n V"]:
-    """Returns the distributions that each position of a row samples from."""
-    b, n, vocab = logits.shape
-    repeated = jax.tree.map(lambda x: jnp.repeat(x, n), sampling)
-    filtered = filtered_logits(logits.reshape(b * n, vocab), repeated)
-    return jax.nn.softmax(filtered, axis=-1).reshape(b, n, vocab)
 
 
 def _commit(base: GenerateState, drafts, accepted, following, logits):

@@ -1,5 +1,7 @@
 """The drafter against its definition: block, positions, Markov heads, vocabulary, confidences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,15 +10,11 @@ from flax import nnx
 from helpers import tiny_params
 from helpers_dspark import DRAFTER, TARGET, VOCAB, with_heads
 
-from inkling_jax.drafter import (
-    draft,
-    extend,
-    init_context,
-    init_drafter,
-    markov_start,
-    propose_next,
-    rotate,
-)
+from inkling_jax import ops
+from inkling_jax.draft_layers import init_context, rotate
+from inkling_jax.drafter import confidences, draft, extend, init_drafter, markov_start, propose_next
+from pallas_kernels.draft_attention import draft_attention
+from pallas_kernels.projections import project
 
 ROWS, LENGTHS = 2, jnp.array([6, 3], jnp.int32)
 
@@ -39,16 +37,14 @@ def taps(seed=0, width=6):
 
 def chain(params, config, h, base, first, forced=None):
     """Proposes greedily; returns tokens [B, n], logits, confidences."""
-    prev, memory, out = jnp.asarray(first), markov_start(config, len(first), h.dtype), []
+    before, memory, out = [jnp.asarray(first)], markov_start(config, len(first), h.dtype), []
     for j in range(h.shape[1]):
-        row, sure, memory = propose_next(
-            params, config, h[:, j], base[:, j], prev, memory, VOCAB, j
-        )
-        prev = jnp.argmax(row, axis=-1).astype(jnp.int32)
-        out.append((prev, row, sure))
-        if forced is not None and j == 0:
-            prev = jnp.asarray(forced)
-    return tuple(np.stack(x, axis=1) for x in zip(*out, strict=True))
+        row, memory = propose_next(params, config, h[:, j], base[:, j], before[-1], memory, VOCAB)
+        token = jnp.argmax(row, axis=-1).astype(jnp.int32)
+        out.append((token, row))
+        before.append(jnp.asarray(forced) if forced is not None and j == 0 else token)
+    tokens, logits = (np.stack(x, axis=1) for x in zip(*out, strict=True))
+    return tokens, logits, confidences(params, config, h, jnp.stack(before[:-1], axis=1))
 
 
 def test_context_in_chunks_equals_context_at_once():
@@ -77,6 +73,21 @@ def test_a_block_sees_its_context_and_nothing_beyond():
     np.testing.assert_array_equal(draft(params, DRAFTER, target, beyond, anchor, LENGTHS)[0], h)
     within = jax.tree.map(lambda x: x.at[:, 2].set(7.0), context)
     assert np.abs(draft(params, DRAFTER, target, within, anchor, LENGTHS)[0] - h).max() > 1e-3
+
+
+def test_kernels_attend_as_the_plain_layer_does(monkeypatch):
+    config = with_heads(head_dim=32)
+    params, target = made(config), tiny_params(TARGET)
+    empty, zero = init_context(config, ROWS, 8, jnp.float32), jnp.zeros(ROWS, jnp.int32)
+    context = extend(params, config, empty, taps(), zero, LENGTHS)
+    args = (params, config, target, context, jnp.array([5, 9], jnp.int32), LENGTHS)
+    plain, _ = draft(*args)
+    monkeypatch.setattr(ops, "takes_draft", lambda *_: True)
+    for name, kernel in {"_project": project, "_draft_attention": draft_attention}.items():
+        monkeypatch.setattr(ops, name, functools.partial(kernel, interpret=True))
+    np.testing.assert_allclose(draft(*args)[0], plain, atol=1e-5)
+    monkeypatch.setattr(ops, "attend_draft", None)
+    np.testing.assert_array_equal(draft(*args, differentiable=True)[0], plain)
 
 
 def test_rotation_turns_half_split_pairs_by_position():

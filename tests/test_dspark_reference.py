@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from inkling_jax import speculative
 from inkling_jax.cache import init_cache
 from inkling_jax.config import Config
-from inkling_jax.drafter import draft, extend, init_context, markov_start, propose_next
+from inkling_jax.draft_layers import init_context
+from inkling_jax.drafter import confidences, draft, extend, markov_start, propose_next
 from inkling_jax.load_drafter import load_drafter
 from inkling_jax.loading import load_params
 from inkling_jax.model import forward
@@ -52,15 +53,14 @@ def propose(params, config, target, context, anchor, start, vocab):
     """Drafts greedily at many anchors; returns logits, tokens and confidences, [A, n(, V)]."""
     at = functools.partial(draft, params, config, target, context)
     h, base = jax.vmap(lambda a, s: at(a[None], s[None]))(anchor, start)
-    h, base, prev = h[:, 0], base[:, 0], anchor
-    memory, out = markov_start(config, len(anchor), h.dtype), []
+    h, base, tokens = h[:, 0], base[:, 0], [anchor]
+    memory, logits = markov_start(config, len(anchor), h.dtype), []
     for j in range(config.block_size):
-        row, sure, memory = propose_next(
-            params, config, h[:, j], base[:, j], prev, memory, vocab, j
-        )
-        prev = jnp.argmax(row, axis=-1).astype(jnp.int32)
-        out.append((row, prev, sure))
-    return tuple(jnp.stack(x, axis=1) for x in zip(*out, strict=True))
+        row, memory = propose_next(params, config, h[:, j], base[:, j], tokens[-1], memory, vocab)
+        tokens.append(jnp.argmax(row, axis=-1).astype(jnp.int32))
+        logits.append(row)
+    sure = confidences(params, config, h, jnp.stack(tokens[:-1], axis=1))
+    return jnp.stack(logits, axis=1), jnp.stack(tokens[1:], axis=1), sure
 
 
 @pytest.mark.parametrize("head", HEADS)

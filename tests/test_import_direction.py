@@ -35,7 +35,7 @@ ROWS = (
     {"layers", "sampling"},
     {"short_conv"},
     {"residual"},
-    {"attention", "moe", "vision"},
+    {"attention", "moe", "vision", "draft_layers"},
     {"model", "drafter"},
     {"generation"},
     {"proposing"},

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_kernel_conv_mix as mixing
+import test_kernel_draft_attention as drafting
 import test_kernel_moe_experts as moe
 import test_kernel_projections as thin_products
 import test_kernel_qkv_prep as preparing
@@ -27,6 +28,7 @@ from inkling_jax.loading import pack_for_kernels
 from pallas_kernels import conv_mix, moe_experts, projections
 from pallas_kernels.conv_mix import reference as conv_mix_reference
 from pallas_kernels.conv_mix import shapes as mixing_sizes
+from pallas_kernels.draft_attention import shapes as drafting_sizes
 from pallas_kernels.moe_experts import reference as moe_reference
 from pallas_kernels.moe_experts import shapes as sizes
 from pallas_kernels.projections import reference as projections_reference
@@ -118,6 +120,15 @@ def test_rel_attention_decode(tokens, window, monkeypatch):
         clean = {n: jnp.nan_to_num(a.astype(jnp.float32)) for n, a in poisoned.items()}
         clean = {n: jnp.where(jnp.abs(a) > 1e20, 0, a) for n, a in clean.items()}
         assert_close(outs[0], plain(clean, *where), 1e-2)
+
+
+@pytest.mark.parametrize("slots", [700, 9000], ids=["one split", "nine splits"])
+def test_draft_attention(slots, monkeypatch):
+    for name in ("HEADS", "KV_HEADS", "DIM", "LAYERS"):
+        monkeypatch.setattr(drafting, name, getattr(drafting_sizes, name))
+    start = [0, 1, 63, 64, 65, slots - 100]
+    inputs = drafting.make_inputs(slots, start, drafting_sizes.BLOCK, slots, jnp.bfloat16)
+    drafting.assert_equal(inputs, interpret=False, atol=2e-2)
 
 
 @pytest.mark.parametrize(

@@ -133,17 +133,17 @@ def test_the_kernel_draws_the_tokens_of_the_plain_sampler(on_gpu, monkeypatch):
     interpreted = functools.partial(ops.sampling.prefix_end, interpret=True)
     monkeypatch.setattr(ops.sampling, "prefix_end", interpreted)
     logits = 3 * jax.random.normal(jax.random.key(0), (6, 9000))
-    settings = sampling.Sampling(
-        temperature=jnp.array([0.0, 0.7, 1.0, 1.0, 2.0, 1.0]),
+    filters = sampling.Filters(
         top_k=jnp.array([0, 50, 0, 7, 0, 9000], jnp.int32),
         top_p=jnp.array([1.0, 0.95, 0.9, 1.0, 0.99, 1.0]),
         min_p=jnp.array([0.0, 0.0, 0.0, 0.05, 0.0, 0.0]),
     )
+    settings = sampling.Sampling(jnp.array([0.0, 0.7, 1.0, 1.0, 2.0, 1.0]), filters)
     keys, positions = sampling.keys_from_seeds(range(6)), jnp.arange(6)
 
     def draw():
         kept = sampling.filtered_logits(logits, settings)
-        return kept, sampling.draw(kept, keys, positions)
+        return kept, sampling.sample(logits, settings, keys, positions)[0]
 
     by_kernel = draw()
     assert ops.chosen() == {ops.SAMPLING: ops.KERNEL}

@@ -9,17 +9,20 @@ import pytest
 
 from inkling_jax.errors import InputError
 from inkling_jax.sampling import (
+    Filters,
     Sampling,
     accept,
+    distributions,
     filtered_logits,
     finite,
+    gumbel,
     keys_from_seeds,
     logprobs,
     sample,
 )
 from inkling_jax.sampling_params import SamplingParams
 
-filtered = jax.jit(filtered_logits)
+filtered, spread = jax.jit(filtered_logits), jax.jit(distributions)
 draw = jax.jit(sample)
 verify = jax.jit(accept)
 
@@ -27,10 +30,11 @@ verify = jax.jit(accept)
 def settings(**columns) -> Sampling:
     """A `Sampling` from columns; a column that is not given filters nothing."""
     rows = len(next(iter(columns.values())))
-    full = {"temperature": [1.0] * rows, "top_k": [0] * rows, "top_p": [1.0] * rows}
-    full |= {"min_p": [0.0] * rows, **columns}
+    temperature = jnp.asarray(columns.pop("temperature", [1.0] * rows), jnp.float32)
+    full = {"top_k": [0] * rows, "top_p": [1.0] * rows, "min_p": [0.0] * rows, **columns}
     kinds = {"top_k": jnp.int32}
-    return Sampling(**{k: jnp.asarray(v, kinds.get(k, jnp.float32)) for k, v in full.items()})
+    filters = Filters(**{k: jnp.asarray(v, kinds.get(k, jnp.float32)) for k, v in full.items()})
+    return Sampling(temperature, filters)
 
 
 def expected_kept(logits: np.ndarray, temperature, top_k, top_p, min_p) -> np.ndarray:
@@ -65,9 +69,11 @@ def test_filters_equal_the_sorted_definition(vocab, kind):
     if kind == "flat":
         logits[:] = -2.5
     t, k, p, m = zip(*CASES, strict=True)
-    out = np.asarray(filtered(logits, settings(temperature=t, top_k=k, top_p=p, min_p=m)))
+    sampling = settings(temperature=t, top_k=k, top_p=p, min_p=m)
+    out = np.asarray(filtered(logits, sampling))
+    drawn = np.asarray(spread(out[:, None], sampling))[:, 0]
     for row, case in enumerate(CASES):
-        kept = np.flatnonzero(np.isfinite(out[row]))
+        kept = np.flatnonzero(drawn[row] if case[0] < 1e-5 else np.isfinite(out[row]))
         np.testing.assert_array_equal(kept, expected_kept(logits[row], *case), str(case))
         scale = np.float32(1.0 if case[0] < 1e-5 else case[0])
         np.testing.assert_allclose(out[row, kept], logits[row, kept] / scale, rtol=1e-6)
@@ -88,6 +94,21 @@ def test_greedy_rows_in_a_mixed_batch_take_the_lowest_of_the_largest():
     tokens = np.stack([draw(logits, sampling, keys, jnp.full(4, i))[0] for i in range(60)])
     assert (tokens[:, [0, 2, 3]] == 1).all()
     assert set(tokens[:, 1]) == {0, 1, 2, 3}
+
+
+def test_a_batch_without_filters_draws_what_filters_that_keep_all_would():
+    t = [0.0, 0.5, 1.0, 2.0]
+    logits = np.random.default_rng(4).normal(size=(4, 50)).astype(np.float32)
+    all_kept, keys = settings(temperature=t), keys_from_seeds(range(4))
+    bare = Sampling.stack([SamplingParams(temperature=x, top_k=9 if x == 0 else 0) for x in t])
+    assert bare.filters is None
+    for i in range(20):
+        at = jnp.full(4, i)
+        pairs = zip(draw(logits, bare, keys, at), draw(logits, all_kept, keys, at), strict=True)
+        for a, b in pairs:
+            np.testing.assert_array_equal(a, b)
+    a, b = (spread(filtered(logits, s)[:, None], s) for s in (bare, all_kept))
+    np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 def test_a_large_vocabulary_keeps_exactly_k():
@@ -177,8 +198,9 @@ def speculate(p: jax.Array, q: jax.Array, n_valid: int, rows: int = 30_000):
     shape = (rows, q.shape[0])
     drafts = jax.random.categorical(jax.random.key(0), jnp.log(q), shape=shape).astype(jnp.int32)
     q, p = (jnp.broadcast_to(x, (rows, *x.shape)) for x in (q, p))
-    keys = keys_from_seeds(range(rows))
-    accepted, following = verify(drafts, q, p, jnp.full(rows, n_valid), keys)
+    uniform = jax.random.uniform(jax.random.key(1), drafts.shape)
+    noise = gumbel(jax.random.key(2), (rows, p.shape[-1]))
+    accepted, following = verify(drafts, q, p, jnp.full(rows, n_valid), uniform, noise)
     return np.asarray(accepted), np.asarray(drafts), np.asarray(following)
 
 
@@ -201,8 +223,8 @@ def test_greedy_speculation_accepts_while_equal():
     p = one_hot[np.asarray([[1, 2, 3, 4]] * 4)]
     drafts = jnp.asarray([[1, 2, 3], [1, 0, 3], [0, 2, 3], [1, 2, 3]])
     n_valid = jnp.asarray([3, 3, 3, 1])
-    keys = keys_from_seeds(range(4))
-    accepted, following = verify(drafts, one_hot[np.asarray(drafts)], p, n_valid, keys)
+    chance = jnp.full((4, 3), 0.5), jnp.zeros((4, 5))
+    accepted, following = verify(drafts, one_hot[np.asarray(drafts)], p, n_valid, *chance)
     np.testing.assert_array_equal(accepted, [3, 1, 0, 1])
     np.testing.assert_array_equal(following, [4, 2, 1, 2])
 
@@ -242,8 +264,9 @@ def test_arguments_override_the_generation_config():
     assert SamplingParams.from_generation_config({"temperature": 0.7}).temperature == 0
     rows = Sampling.stack([merged, SamplingParams(), dataclasses.replace(merged, top_k=10**12)])
     np.testing.assert_allclose(rows.temperature, [0.2, 1, 0.2])
-    np.testing.assert_array_equal(rows.top_k, [20, 0, 2**31 - 1])
-    np.testing.assert_array_equal(rows.top_p, [1, 1, 1])
+    assert rows.filters is not None
+    np.testing.assert_array_equal(rows.filters.top_k, [20, 0, 2**31 - 1])
+    np.testing.assert_array_equal(rows.filters.top_p, [1, 1, 1])
 
 
 def test_nothing_sorts_loops_or_branches():

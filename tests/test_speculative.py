@@ -21,7 +21,7 @@ from helpers_dspark import (
 
 from inkling_jax import speculative
 from inkling_jax.cache import init_cache
-from inkling_jax.drafter import init_context
+from inkling_jax.draft_layers import init_context
 from inkling_jax.generation import Requests
 from inkling_jax.model import abstract_params, forward, unembed
 from inkling_jax.proposing import Speculator

@@ -135,20 +135,19 @@ def test_the_joint_distribution_of_four_tokens_is_the_targets():
     assert p_values(count()).min() > 1e-4
 
 
-def always(draft_tokens, q, p, n_valid, keys):
-    _, following = accept(draft_tokens, q, p, n_valid, keys)
+def always(draft_tokens, q, p, n_valid, uniform, noise):
+    _, following = accept(draft_tokens, q, p, n_valid, uniform, noise)
     return n_valid, following
 
 
-def from_target(draft_tokens, q, p, n_valid, keys):
-    accepted, _ = accept(draft_tokens, q, p, n_valid, keys)
+def from_target(draft_tokens, q, p, n_valid, uniform, noise):
+    accepted, _ = accept(draft_tokens, q, p, n_valid, uniform, noise)
     at = jnp.take_along_axis(p, accepted[:, None, None], axis=1)[:, 0]
-    fresh = jax.vmap(lambda key: jax.random.fold_in(key, 7))(keys)
-    return accepted, jax.vmap(jax.random.categorical)(fresh, jnp.log(at)).astype(jnp.int32)
+    return accepted, jnp.argmax(jnp.log(at) + noise, axis=-1).astype(jnp.int32)
 
 
-def unfiltered(draft_tokens, q, p, n_valid, keys):
-    return accept(draft_tokens, jnp.full_like(q, 1 / SYMBOLS), p, n_valid, keys)
+def unfiltered(draft_tokens, q, p, n_valid, uniform, noise):
+    return accept(draft_tokens, jnp.full_like(q, 1 / SYMBOLS), p, n_valid, uniform, noise)
 
 
 @pytest.mark.parametrize("wrong", [always, from_target, unfiltered])

@@ -62,8 +62,7 @@ class Continuations:
 
     def __init__(self, params: nnx.State, config: Config, source: batches.Source):
         self.params, self.config, self.source = params, config, source
-        none = jnp.zeros(ROWS * AT_ONCE)
-        sampling = Sampling(none + 1, none.astype(jnp.int32), none + 1, none)
+        sampling = Sampling(jnp.ones(ROWS * AT_ONCE))
         self._run = jax.jit(
             lambda params, tokens, lengths, keys: (
                 generation.generate(params, config, tokens, lengths, sampling, keys, REPLY)[0].ids

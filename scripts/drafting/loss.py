@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from inkling_jax.config import Config
-from inkling_jax.drafter import draft, extend, init_context, markov_start, propose_next
+from inkling_jax.draft_layers import init_context
+from inkling_jax.drafter import confidences, draft, extend, markov_start, propose_next
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.model import Forward, unembed
 
@@ -72,23 +73,23 @@ def blocks(
     p = jax.nn.softmax(unembed(target, target_config, hidden), axis=-1).reshape(-1, n, vocab)
 
     def of_anchor(anchor, start):
-        return draft(params, config, target, context, anchor, start)
+        return draft(params, config, target, context, anchor, start, differentiable=True)
 
     first = tokens[row, anchors]
     h, base = jax.vmap(of_anchor, in_axes=1, out_axes=1)(first, anchors)
     h, base = (x.reshape(rows * count, n, -1) for x in (h, base))
     memory = markov_start(config, rows * count, h.dtype)
-    accept, confidence, ce = [], [], []
+    accept, ce = [], []
     for j in range(n):
-        logits, sure, memory = propose_next(
-            params, config, h[:, j], base[:, j], text[:, j], memory, vocab, j
+        logits, memory = propose_next(
+            params, config, h[:, j], base[:, j], text[:, j], memory, vocab
         )
         q = jax.nn.softmax(logits, axis=-1)
         accept.append(1 - 0.5 * jnp.abs(p[:, j] - q).sum(axis=-1))
-        confidence.append(sure)
         label = text[:, j + 1, None]
         ce.append(-jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), label, axis=-1)[:, 0])
-    return Blocks(counts, *(jnp.stack(x, axis=1) for x in (accept, confidence, ce)))
+    sure = confidences(params, config, h, text[:, :-1])
+    return Blocks(counts, jnp.stack(accept, axis=1), sure, jnp.stack(ce, axis=1))
 
 
 def loss(found: Blocks) -> Float[Array, ""]:

@@ -47,9 +47,9 @@ def _ends(variant, find, rows, k, p):
 def _draws(rows):
     def step(i, logits, top_k, top_p):
         keys = model.keys_from_seeds(range(rows))
+        each = model.Sampling(jnp.ones(rows))
         for _ in range(CALLS):
-            token = model.draw(logits, keys, jnp.full(rows, i))
-            logprob = model.token_logprobs(logits, token)
+            token, logprob = model.sample(logits, each, keys, jnp.full(rows, i))
             logits = logits.at[:, 0].set(logprob + token.astype(jnp.float32) * 1e-9 - 99)
         return logits
 
