@@ -32,7 +32,7 @@ SIZES = {
 SMALL = tiny(**SIZES)
 MORE_MESHES = (
     "tp=2", "ep=4", "dp=2", "cp=8", "dp=2,cp=2,ep=2", "dp=2,cp=2,tp=2", "cp=2,ep=4", "ep=4,tp=2",
-    "tp=4,sp=on", "tp=2,cp=4,sp=on", "tp=4,ep=2,sp=on", "tp=2,dp=2,ep=2,sp=on",
+    "tp=4,sp=on", "tp=2,cp=4,sp=on", "tp=2,dp=2,ep=2,sp=on",
 )  # fmt: skip
 PARTS = ("attention", "moe")
 TOKENS = np.zeros((2, 13), np.int32)
