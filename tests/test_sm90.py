@@ -1,17 +1,19 @@
-"""Kernels of several GPUs are built for them on a machine without any."""
+"""Kernels are built for one GPU, or several, on a machine without any."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from test_kernel_draft_attention import make_inputs
 from test_ops import CONFIG, bfloat16_params
 
 from inkling_jax import ops
 from inkling_jax.loading import packed_shapes
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.programs import compile_program, devices
-from pallas_kernels import allreduce_conv_mix, conv_mix
+from pallas_kernels import allreduce_conv_mix, conv_mix, draft_attention
 from scripts.kernel_cases.conv_mix import OPTIONS, inputs
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -34,6 +36,14 @@ def test_conv_mix(batch, tokens, queries, sm90):
     run = functools.partial(conv_mix.conv_mix, **OPTIONS)
     program = sm90.compile_h200(lambda given: run(**given), carry | shared).as_text()
     assert program.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("slots", [1024, 9000])
+def test_draft_attention(slots, sm90):
+    inputs = jax.eval_shape(lambda: make_inputs(0, [3, 700], 7, slots, jnp.bfloat16))
+    run = functools.partial(draft_attention.draft_attention, layer=1, eps=1e-6)
+    kernels = sm90.resources(lambda given: run(**given), inputs)
+    assert [k.spills for k in kernels if k.name.startswith("draft_attention")] == [0]
 
 
 @pytest.mark.parametrize(("axes", "tokens"), [({"tp": 2}, 1), ({"dp": 1, "tp0": 2, "tp1": 2}, 8)])
