@@ -143,7 +143,7 @@ def test_without_two_gpus_it_says_so(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("part", "count"), [("check", 1), ("slice", 2), ("latency", 1), ("prefill", 4), ("decode", 7)]
+    ("part", "count"), [("check", 1), ("slice", 2), ("latency", 1), ("prefill", 4), ("decode", 3)]
 )
 def test_a_part_runs_to_its_end_on_simulated_devices(part, count, tmp_path):
     code, rows = run(tmp_path, "--small", "--only", part, "--patience", "250")

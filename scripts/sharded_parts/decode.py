@@ -42,8 +42,9 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
         "share": (part.rank, None),
         f"tp={len(devices)}": (part.whole, part.mesh()),
     }
+    paths = PATHS[:1] if options.small else PATHS  # where there is no GPU all are plain
     lowered, chosen = {}, {}
-    for path in PATHS:
+    for path in paths:
         for where, (held, mesh) in places.items():
             with _choosing(path):
                 lowered[path, where] = _lower_decode(Case(held, path, 1, (context,)), mesh)
@@ -75,7 +76,7 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
             "predicted_ms": 1e3 * expected,
         } | ({"chosen": chosen[path]} if mesh else {})
 
-    for path in PATHS:
+    for path in paths:
         with _choosing(path):
             share = drawn(part.rank), random_cache(part.rank, context, context)
         for where in places:
