@@ -272,6 +272,8 @@ class Margins:
 
         def hook(mod, args, out):
             s = mod.score_fn(out[0]) + mod.e_score_correction_bias
+            if mod.top_k == s.shape[-1]:
+                return
             v = s.topk(mod.top_k + 1, -1).values
             self.gap = min(self.gap, float((v[:, -2] - v[:, -1]).min()))
 
@@ -328,6 +330,7 @@ def main():
     )
     a.add_argument("--lengths", default="1,2,5,17,61")
     a.add_argument("--presets", default=None)
+    a.add_argument("--bfloat16", action="store_true", help="weights that bfloat16 holds exactly")
     args = a.parse_args()
     if args.presets:
         PRESETS.update(json.loads(Path(args.presets).read_text()))
@@ -335,6 +338,10 @@ def main():
     ck = out / "checkpoint"
     ck.mkdir(parents=True, exist_ok=True)
     cfg, m = build(args.preset, args.seed)
+    if args.bfloat16:
+        with torch.no_grad():
+            for t in m.parameters():
+                t.copy_(t.bfloat16())
     m.save_pretrained(ck)
     if args.quant_from is not None:
         t = load_file(ck / "model.safetensors")

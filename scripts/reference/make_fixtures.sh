@@ -9,7 +9,7 @@ make_case() { "$1" "$here/make_case.py" "$out/$2" --presets "$here/presets.json"
 rm -rf "$out/small" "$out/packed" "$out/wide"
 make_case "$1" small --seed 11 --lengths 1,2,5,17,37
 make_case "$1" packed --seed 12 --lengths 3,17,37 --quant-from 4
-make_case "$1" wide --seed 13 --lengths 17,37 --quant-from 1  # shapes that the kernels take
+make_case "$1" wide --seed 13 --lengths 17,37 --quant-from 1 --bfloat16  # shapes that the kernels take
 
 # Drafters for `small`; they need the DeepSpec package of the DSpark authors on PYTHONPATH.
 for head in vanilla gated rnn; do
