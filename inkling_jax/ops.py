@@ -38,6 +38,8 @@ EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT = OPERATIONS
 KERNEL = "kernel"
 SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off
 CAPABILITY = 9.0  # Hopper, where they are tested
+# On two H200s 23 µs for a row, NCCL's sum and conv_mix 19 (scripts/results/sharded_h200.json).
+REDUCES = False  # whether devices add up within conv_mix
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 
 # Kernels are traced and lowered, which takes a second each, once for layers of the same shapes.
@@ -277,7 +279,7 @@ def takes_mix(
     if batch * tokens > conv_mix_kernel.MAX_ROWS or reach > state.shape[1]:
         return False
     takes = _choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
-    if axes and not takes:
+    if axes and REDUCES and not takes:
         _choose(REDUCE_MIX, "conv_mix is none")
     return takes
 
@@ -299,12 +301,15 @@ def conv_mix(
     eps: float,
     norm_eps: float,
 ) -> ConvMix:
-    """`residual.advance` by a kernel, which adds up over `axes` too if it can read the devices'
-    memory; `partial` is None where a block starts."""
+    """`residual.advance` by a kernel of what is added up over `axes`, in front of it or within.
+
+    `partial` is None where a block starts.
+    """
     run = _conv_mix
     if axes:
         sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
-        if _choose(REDUCE_MIX, allreduce_conv_mix_kernel.unsupported(sizes, axes)):
+        refusal = allreduce_conv_mix_kernel.unsupported(sizes, axes)
+        if REDUCES and _choose(REDUCE_MIX, refusal):
             run = functools.partial(_allreduce_conv_mix, axes=axes)
         else:
             u = jax.lax.psum(u, axes)

@@ -239,10 +239,12 @@ def test_nothing_compiles_after_warm_up(engine):
         sampling = ij.SamplingParams(logprobs=logprobs, **settings)
         engine.generate([prompt], sampling, images=[images])
 
-    for length in (3, 33):  # both buckets, with and without pictures and alternatives
+    for length in (3, 33):  # both buckets, with and without pictures
         for pictures in (0, 2):
             request(length, pictures, logprobs=None, max_tokens=3)
-            request(length, pictures, logprobs=2, max_tokens=3)
+    for logprobs in (None, 2):  # with and without alternatives and filters
+        for top_k in (0, 5):
+            request(3, 0, logprobs, top_k=top_k, max_tokens=3)
     with compilations() as seen:
         for i in range(100):
             request(

@@ -66,7 +66,7 @@ def test_reference_logits_and_greedy_tokens(name):
 
 
 def test_bfloat16_picks_the_same_tokens_as_float32():
-    """At 99 % of the positions of replies, nearly always within one step elsewhere; at 98 % of text.
+    """At 99 % of the positions of replies, elsewhere nearly within one step; at 98 % of text.
 
     Text is full of near ties, of tokens and of experts, and one step can tip them.
     """

@@ -180,8 +180,6 @@ def test_nano_decodes_by_kernels_on_two_gpus():
     [expected] = ij.load(NANO, dtype="float32").generate([question], greedy)
     assert found["token_ids"] == expected.token_ids
     kernels = found["stats"]["kernels"]
-    assert kernels.pop(inkling_ops.SAMPLING) == "the model is spread over 2 devices"
-    assert inkling_ops.REDUCE_MIX in kernels
     assert set(kernels.values()) == {inkling_ops.KERNEL}
 
 

@@ -75,6 +75,7 @@ def test_devices_pack_their_own_parts(text, on_gpu):
 @pytest.mark.parametrize("refusal", [None, "16 devices add up"])
 def test_a_step_on_a_mesh_is_made_of_kernels(refusal, on_gpu, monkeypatch):
     """Each sublayer's sum is within the kernel that ends it, or in front of it."""
+    monkeypatch.setattr(ops, "REDUCES", True)
     monkeypatch.setattr(ops.allreduce_conv_mix_kernel, "unsupported", lambda *_: refusal)
     mesh, params = on_mesh("ep=2,tp=2")
     with jax.set_mesh(mesh):
