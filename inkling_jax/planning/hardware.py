@@ -3,14 +3,16 @@
 Memory and `peak` are the vendor's data sheets (dense bfloat16; NVLink per direction). `reachable`
 was measured on H200s with JAX 0.11.2 (shared notes: system.md, kernels.md):
 
-- read: the sum over 4 GB, 4.16 TB/s.
+- read: the sum over 4 GB, 4.58 TB/s (scripts/results/kernels_h200.json).
 - products: a bfloat16 8192³ product through XLA, 670 TFLOP/s.
 - experts: both grouped products at 8,192 tokens, 371 TFLOP/s, of a peer's kernel (triton_kernels).
 - attention: a prototype kernel with the relative bias, 8,192 tokens: 288 to 333 TFLOP/s where
   layers slide, 573 to 611 where they are full; the lower figure stands for both.
 - reduce, gather: 8,192 × 4,608 bfloat16 between two devices by NCCL: all-reduce 390 µs,
   reduce-scatter and all-gather 440 µs together. More devices are assumed to reach the same.
-- hop: a small all-reduce by NCCL inside a compiled loop, 16.5 µs.
+- hop: a small all-reduce by NCCL inside a compiled loop, 16.5 µs. Two H200s have since taken 9 µs
+  more for one in front of conv_mix, and 23 µs more a collective for a decode step in plain JAX
+  (scripts/results/sharded_h200.json).
 
 Other devices were not measured: they are assumed to reach the same shares of their peaks.
 """
@@ -99,7 +101,7 @@ class Hardware:
 REPORTED = 151397597184 / 141e9  # an H200 has more bytes than its name says; so may others
 SENT = 8192 * 4608 * 2  # by each of two devices in the measured all-reduce
 MEASURED = Rates(
-    read=4.16e12,
+    read=4.58e12,
     products=670e12,
     experts=371e12,
     attention=288e12,
