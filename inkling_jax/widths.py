@@ -39,38 +39,6 @@ def choose_widths(
     return jnp.cumprod(pays.astype(jnp.int32), axis=1).sum(axis=1)
 
 
-def share_widths(
-    confidence: Float[Array, "B n"], cost: Float[Array, " m"], rate: Float[Array, ""]
-) -> Int[Array, " B"]:
-    """Returns how many of its n drafts each row verifies where all rows share one budget.
-
-    That is the global top of all survival products, as many as bring the most beyond λ times what
-    they cost together. It is looked for anew for each j, with forecasts in place of what only
-    confidences from j + 1 on would tell: a draft has no say in its own verification here either.
-
-    Args:
-      confidence: as `choose_widths` takes it.
-      cost: of a round in which the rows verify 0…B n drafts in all (m = B n + 1), in any unit.
-      rate: λ, tokens of all rows per unit of cost.
-    """
-    rows, n = confidence.shape
-    survival = jnp.cumprod(confidence, axis=1)
-    width, drafts = jnp.zeros(rows, jnp.int32), jnp.int32(0)
-    for j in range(n):
-        power = jnp.arange(n - j, dtype=jnp.float32)
-        need = jnp.where(width == j, survival[:, j], 0.0)
-        forecast = need[:, None] * confidence[:, j, None] ** power  # of draft j and those behind it
-        order = jnp.argsort(-forecast.ravel())
-        then = jnp.minimum(drafts + 1 + jnp.arange(order.size), cost.size - 1)
-        net = jnp.cumsum(forecast.ravel()[order]) - rate * (cost[then] - cost[drafts])
-        budget = jnp.where(net.max() > 0, jnp.argmax(net) + 1, 0)
-        first = jnp.argsort(order).reshape(forecast.shape)[:, 0]  # rank of draft j
-        verified = (first < budget) & (width == j)
-        width += verified.astype(jnp.int32)
-        drafts += verified.sum(dtype=jnp.int32)
-    return width
-
-
 def fill_costs(measured: dict[int, float], n: int) -> list[float]:
     """Returns the cost of 0…n drafts from those measured, straight lines between and beyond them.
 

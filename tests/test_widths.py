@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inkling_jax.widths import choose_widths, fill_costs, share_widths
+from inkling_jax.widths import choose_widths, fill_costs
 
 # system.md, "Byte floors": TP4 at the reading rate that was measured, by tokens verified.
 FULL_SIZE = fill_costs({1: 1.23, 4: 2.58, 6: 3.44, 8: 4.26}, 7)
@@ -80,69 +80,4 @@ def test_adaptive_widths_earn_at_least_what_the_best_fixed_one_does(cost, mean):
     cost = jnp.asarray(cost, jnp.float32)
     adaptive, _ = simulate(confidence, luck, cost)
     fixed = [float(simulate(confidence, luck, cost, fixed=w)[0]) for w in range(8)]
-    assert adaptive >= 0.99 * max(fixed)
-
-
-def shared(confidence, cost, rate):
-    cost, rate = jnp.asarray(cost, jnp.float32), jnp.float32(rate)
-    return np.asarray(share_widths(jnp.asarray(confidence, jnp.float32), cost, rate)).tolist()
-
-
-def test_a_shared_budget_goes_to_the_rows_that_need_it():
-    sure = [[0.9] * 4, [0.2] * 4, [0.7] * 4]
-    assert shared(sure, 1 + 0.2 * np.arange(13), 2.5) == [4, 0, 1]  # each must survive with 0.5
-    # Three drafts cost nothing beside the rest of the round, more never bring what they cost.
-    assert shared(sure, np.where(np.arange(13) < 4, 1.0, 9.0), 2.5) == [3, 0, 0]
-    assert shared(sure, np.ones(13), 2.5) == [4, 4, 4]
-
-
-def test_one_row_alone_shares_with_no_one():
-    rng = np.random.default_rng(1)
-    for sure in rng.uniform(0.5, 1, (40, 1, 7)).astype(np.float32):
-        assert shared(sure, FULL_SIZE, 1.3) == widths(sure, FULL_SIZE, 1.3)
-
-
-def test_a_draft_has_no_say_in_its_share_either():
-    rng = np.random.default_rng(0)
-    cost = jnp.asarray(fill_costs({1: 1.0, 28: 8.0}, 28), jnp.float32)
-    share = jax.jit(jax.vmap(share_widths, in_axes=(0, None, None)))
-    a = rng.uniform(0.6, 1, (300, 4, 7)).astype(np.float32)
-    for j in range(3):
-        b = a.copy()
-        b[:, 0, j + 1 :] = rng.uniform(0.6, 1, b[:, 0, j + 1 :].shape)
-        got_a, got_b = (np.asarray(share(x, cost, jnp.float32(2.5)))[:, 0] > j for x in (a, b))
-        assert (got_a == got_b).all()
-        assert 0.02 < got_a.mean() < 0.98
-
-
-@functools.partial(jax.jit, static_argnames="fixed")
-def simulate_shared(confidence, luck, cost, fixed=None):
-    """As `simulate`, for rounds of several rows [R, B, n]."""
-    rows, n = confidence.shape[1:]
-
-    def one(carry, x):
-        count, spent = carry
-        sure, drawn = x
-        width = jnp.full(rows, n if fixed is None else fixed)
-        if fixed is None:
-            width = share_widths(sure, cost, count / spent)
-        kept = (drawn < sure) & (jnp.arange(n) < width[:, None])
-        alive = jnp.cumprod(kept.astype(jnp.int32), axis=1).sum()
-        return (count + rows + alive.astype(jnp.float32), spent + cost[width.sum()]), None
-
-    (count, spent), _ = jax.lax.scan(one, (jnp.float32(rows), cost[0]), (confidence, luck))
-    return count / spent
-
-
-# Of 4 rows: at full size each token reads experts of its own; nano's rounds are launches.
-@pytest.mark.parametrize("by_tokens", [{1: 1.23, 4: 2.58, 8: 4.26, 32: 13.0}, {1: 1.0, 32: 1.4}])
-@pytest.mark.parametrize("mean", [0.4, 0.7, 0.95])
-def test_a_shared_budget_earns_at_least_what_the_best_fixed_width_does(by_tokens, mean):
-    rng = np.random.default_rng(3)
-    text = rng.beta(6 * mean, 6 * (1 - mean), (3000, 4, 1))
-    confidence = rng.beta(9 * text + 0.1, 9 * (1 - text) + 0.1, (3000, 4, 7)).astype(np.float32)
-    luck = rng.uniform(size=confidence.shape).astype(np.float32)
-    cost = jnp.asarray(fill_costs(by_tokens, 31)[3:], jnp.float32)
-    adaptive = simulate_shared(confidence, luck, cost)
-    fixed = [float(simulate_shared(confidence, luck, cost, fixed=w)) for w in range(8)]
     assert adaptive >= 0.99 * max(fixed)
