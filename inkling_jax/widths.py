@@ -11,8 +11,6 @@ what it is biases the token that is drawn in its place. A confidence looks at th
 own, so the rule stops at the first draft that does not pay, and forecasts what it may not yet know.
 """
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -37,19 +35,3 @@ def choose_widths(
     price = rate[:, None, None] * (cost[1:] - cost[:-1, None])
     pays = jnp.any((gain > price) & (ahead >= 0), axis=-1)
     return jnp.cumprod(pays.astype(jnp.int32), axis=1).sum(axis=1)
-
-
-def fill_costs(measured: dict[int, float], n: int) -> list[float]:
-    """Returns the cost of 0…n drafts from those measured, straight lines between and beyond them.
-
-    Args:
-      measured: cost by number of tokens verified (drafts + 1), at least two of them.
-    """
-    known: Sequence[int] = sorted(measured)
-    costs = []
-    for tokens in range(1, n + 2):
-        right = next((i for i, k in enumerate(known) if k >= tokens), len(known) - 1)
-        a, b = known[max(right - 1, 0)], known[max(right, 1)]
-        slope = (measured[b] - measured[a]) / (b - a)
-        costs.append(measured[a] + slope * (tokens - a))
-    return costs
