@@ -48,20 +48,6 @@ class Piece:
     text: str
 
 
-def split_reply(tokenizer: Tokenizer, ids: Iterable[int], prompt: Sequence[int] = ()) -> Reply:
-    """Splits a whole reply.
-
-    Args:
-        tokenizer: the tokenizer of the checkpoint.
-        ids: generated ids, with or without the stop token.
-        prompt: the ids that the reply continues.
-    """
-    splitter = ReplySplitter(tokenizer, prompt)
-    splitter.add(ids)
-    splitter.finish()
-    return splitter.reply
-
-
 class ReplySplitter:
     """Splits a reply as it comes; `reply` is what was complete so far."""
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from inkling_jax.reply import Reply, ReplySplitter, ToolCall, split_reply
+from inkling_jax.reply import Reply, ReplySplitter, ToolCall
 from inkling_jax.text import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(__file__).parent / "fixtures" / "chat")
@@ -53,8 +53,7 @@ CASES = {  # the prompt, the reply, how it splits
 def test_reply_is_split_the_same_in_every_rhythm(name):
     prompt, text, want = CASES[name]
     prompt, reply = ids(prompt), ids(text)
-    assert split_reply(TOKENIZER, reply, prompt) == want
-    for step in (1, 3):
+    for step in (1, 3, len(reply) or 1):
         splitter = ReplySplitter(TOKENIZER, prompt)
         pieces = []
         for i in range(0, len(reply), step):
