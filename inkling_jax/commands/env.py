@@ -50,7 +50,8 @@ def _kernels() -> str:
 
     if refusal := ops.device_refusal():
         return f"plain JAX, {refusal}"
-    return f"{', '.join(ops.OPERATIONS)} (--verbose logs each choice)"
+    used = (op for op in ops.OPERATIONS if ops.REDUCES or op != ops.REDUCE_MIX)
+    return f"{', '.join(used)} (--verbose logs each choice)"
 
 
 def _device(device: Any) -> dict[str, Any]:
