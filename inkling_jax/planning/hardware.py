@@ -3,7 +3,7 @@
 Memory and `peak` are the vendor's data sheets (dense bfloat16; NVLink per direction). `reachable`
 was measured on H200s with JAX 0.11.2 (shared notes: system.md, kernels.md):
 
-- read: the sum over 4 GB, 4.58 TB/s (scripts/results/kernels_h200.json).
+- read: the sum over 4 GB, 4.58 TB/s (scripts/results/decode_h200.json).
 - products: a bfloat16 8192³ product through XLA, 670 TFLOP/s.
 - experts: both grouped products at 8,192 tokens, 371 TFLOP/s, of a peer's kernel (triton_kernels).
 - attention: a prototype kernel with the relative bias, 8,192 tokens: 288 to 333 TFLOP/s where
