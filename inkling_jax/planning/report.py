@@ -138,10 +138,11 @@ def plan(
     Raises:
       InputError: something of this cannot be; it is named.
     """
+    with mesh_mistakes():
+        wanted = MeshConfig.parse(mesh)
     kind, target = _hardware(hardware, mesh), target or default_target()
     device = HARDWARE[kind]
     with mesh_mistakes():
-        wanted = MeshConfig.parse(mesh)
         found = devices(target, device, wanted.devices)
         placed = make_mesh(wanted, found)  # refuses before anything takes time
     config, params = abstract_model(model)
