@@ -141,8 +141,9 @@ def stream(
       pool: how many batches of continuations are made; then they come again.
     """
     made: dict[int, list[Batch]] = {}
-    corpus = batches.stream(work, 5 * 10**8 + first, LONG, workers // 2)
-    replies = batches.ahead(_replies_of, work, first, workers // 2)
+    half = max(workers // 2, 1)
+    corpus = batches.stream(work, 5 * 10**8 + first, LONG, half)
+    replies = batches.ahead(_replies_of, work, first, half)
     try:
         while True:
             turn, kind = divmod(first, TURNS)
