@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -228,6 +229,12 @@ def test_mistakes_are_one_sentence(flags, says, capsys, monkeypatch):
     assert cli.main([*command, "--context", "64", *flags]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+def test_a_mesh_is_a_text():
+    mesh: Any = 4
+    with pytest.raises(ij.InputError, match="mesh is 4, it must be a text"):
+        ij.plan("small", mesh, 64)
 
 
 @pytest.mark.long
