@@ -104,9 +104,10 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether resolved settings keep only a part of the distribution that is drawn from."""
-        kept = (self.top_k, self.top_p, self.min_p) == (0, 1, 0)
-        return not kept and (self.temperature or 0.0) >= GREEDY_BELOW
+        """Whether these settings keep only a part of the distribution that is drawn from."""
+        greedy = self.temperature is not None and self.temperature < GREEDY_BELOW
+        top_p = 1 if self.top_p is None else self.top_p
+        return not greedy and (self.top_k or 0, top_p, self.min_p or 0) != (0, 1, 0)
 
     def resolved(self) -> Self:
         """Returns these settings with the unset ones at values that change nothing."""
