@@ -100,8 +100,9 @@ def measure_costs(params: nnx.State, config: Config, speculator: Speculator) -> 
 def _state(config: Config, speculator: Speculator, dtype):
     """A row (of each part of a batch) after one token, with room for all rounds, ends at none."""
     ahead, rows = speculator.drafts + 1, batch_parts()
-    cache = init_cache(config.text, rows, CAPACITY, ahead, dtype)
-    context = init_context(speculator.config, rows, CAPACITY, dtype)
+    capacity = max(CAPACITY, (ROUNDS + 1) * ahead)
+    cache = init_cache(config.text, rows, capacity, ahead, dtype)
+    context = init_context(speculator.config, rows, capacity, dtype)
     requests = Requests(
         Sampling.stack([SamplingParams(temperature=1.0)] * rows),
         keys_from_seeds([0] * rows),

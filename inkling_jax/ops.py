@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.cache import LayerCache
+from inkling_jax.errors import InputError
 from inkling_jax.quant import QuantTensor, Weights
 from pallas_kernels import allreduce_conv_mix as allreduce_conv_mix_kernel
 from pallas_kernels import conv_mix as conv_mix_kernel
@@ -77,7 +78,10 @@ def device_refusal() -> str | None:
         return f"the platform is {platform}"
     if capability is not None and float(capability) < CAPABILITY:
         return f"the compute capability is {capability}, kernels need {CAPABILITY}"
-    if os.environ.get(SWITCH) == "0":
+    switch = os.environ.get(SWITCH, "1")
+    if switch not in ("0", "1"):
+        raise InputError(f"{SWITCH} is {switch!r}, it must be 0 or 1")
+    if switch == "0":
         return f"{SWITCH}=0 turns kernels off"
     return None
 

@@ -19,6 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from inkling_jax import attention, model, moe, ops, quant, sampling, short_conv
 from inkling_jax.cache import init_cache
 from inkling_jax.config import FULL, SLIDING
+from inkling_jax.errors import InputError
 from inkling_jax.generation import decode
 from inkling_jax.loading import pack_for_kernels
 from inkling_jax.model import abstract_params
@@ -239,6 +240,18 @@ def test_older_devices_have_no_kernels_on_a_mesh_either(monkeypatch):
     mesh = AbstractMesh((2,), ("tp0",), abstract_device=AbstractDevice("NVIDIA A100", None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         assert ops.device_refusal() == "the compute capability is 8.0, kernels need 9.0"
+
+
+def test_kernels_can_be_turned_off(monkeypatch):
+    hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(ops, "_default_device", lambda: hopper)
+    monkeypatch.delenv(ops.SWITCH, raising=False)
+    assert ops.device_refusal() is None
+    monkeypatch.setenv(ops.SWITCH, "0")
+    assert ops.device_refusal() == "INKLING_JAX_KERNELS=0 turns kernels off"
+    monkeypatch.setenv(ops.SWITCH, "off")
+    with pytest.raises(InputError, match="INKLING_JAX_KERNELS is 'off', it must be 0 or 1"):
+        ops.device_refusal()
 
 
 def test_a_model_spread_over_devices_keeps_the_plain_path(on_gpu):
