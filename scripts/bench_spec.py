@@ -210,16 +210,18 @@ def plot(result: dict[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    timed = bool(result["speed"])
+    figure, axes = pyplot.subplots(1, 1 + timed, figsize=(5 + 5 * timed, 4), squeeze=False)
+    left, right = axes[0, 0], axes[0, -1]
     for name, found in result["acceptance"].items():
         values = found[WHOLE]["acceptance_by_position"]
         left.plot(range(1, len(values) + 1), values, marker="o", label=name)
     left.set(xlabel="draft", ylabel="share accepted, with all before it", ylim=(0, 1))
     left.legend(fontsize=7)
-    names = list(result["speed"])
-    rates = [result["speed"][name][WHOLE]["tokens_per_second"] for name in names]
-    right.bar(names, rates)
-    right.set(xlabel="drafts verified", ylabel="tokens per second, one row, whole replies")
+    if timed:
+        rates = [found[WHOLE]["tokens_per_second"] for found in result["speed"].values()]
+        right.bar(list(result["speed"]), rates)
+        right.set(xlabel="drafts verified", ylabel="tokens per second, one row, whole replies")
     figure.suptitle(f"{result['device']}, block of {result['block_size']}")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
