@@ -41,7 +41,8 @@ def _show(found: "ij.Inspection") -> None:
     experts = collections.Counter(found.expert_formats)
     print("  experts:", ", ".join(f"{name} in {n} layers" for name, n in experts.items()))
     print(f"  vocabulary {text.unpadded_vocab_size}, up to {text.max_position_embeddings} tokens")
-    print(f"  images: {vision.num_hidden_layers} layers, one token per {vision.tile_size} pixels²")
+    size = f"{vision.tile_size} × {vision.tile_size}"
+    print(f"  images: {vision.num_hidden_layers} layers, one token per {size} pixels")
     print(f"  tokenizer: {_yes(found.tokenizer)}, chat template: {_yes(found.template)}")
     print(f"{'format':10} {'parameters':>16} {'bytes':>16}")
     for name, share in found.formats.items():
