@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from inkling_jax.cache import Cache, init_cache, rollback
     from inkling_jax.config import Config, TextConfig, VisionConfig, inkling2_small
-    from inkling_jax.engine import Engine, load
+    from inkling_jax.engine import Engine
     from inkling_jax.errors import InputError
     from inkling_jax.generation import decode, generate, prefill
     from inkling_jax.inspection import Inspection, inspect
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         init_params,
         unembed,
     )
+    from inkling_jax.opening import load
     from inkling_jax.outputs import GenerationOutput, Score, StreamPiece
     from inkling_jax.planning.report import Plan, plan
     from inkling_jax.sampling import Sampling
@@ -82,7 +83,7 @@ _HOME = {
     "init_params": "model",
     "inkling2_small": "config",
     "inspect": "inspection",
-    "load": "engine",
+    "load": "opening",
     "plan": "planning.report",
     "prefill": "generation",
     "rollback": "cache",

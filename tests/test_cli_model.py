@@ -151,6 +151,13 @@ def test_logits_are_written_as_a_whole_or_not_at_all(refused, folder, monkeypatc
     monkeypatch.setattr(np, "save", full)
     command = ("score", "--model", "bare", "--tokens", "tokens.json", "--logits")
     assert "kept.npy: cannot be written (the disk is full)" in refused(*command, "kept.npy")
+
+    def interrupted(file, _array):
+        file.write(b"some")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "save", interrupted)
+    assert cli.main([*command, "kept.npy"]) == 130
     assert [file.read_text() for file in folder.glob("kept*")] == ["kept"]
 
 

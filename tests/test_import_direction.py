@@ -49,6 +49,7 @@ ROWS = (
     {"planning"},
     {"drafting"},
     {"engine"},
+    {"opening"},
     {"__init__"},
     {"commands"},
     {"cli"},

@@ -9,7 +9,7 @@ import pytest
 
 from inkling_jax.widths import choose_widths
 
-# system.md, "Byte floors": TP4 at the reading rate that was measured, by tokens verified.
+# Floors of a TP4 rank at the reading rate that was measured, by tokens verified.
 FULL_SIZE = np.interp(range(1, 9), (1, 4, 6, 8), (1.23, 2.58, 3.44, 4.26)).tolist()
 
 

@@ -60,7 +60,8 @@ def _save(target: Path, logits: Any) -> None:
             np.save(file, logits)
         partial.replace(target)
     except OSError as e:
-        partial.unlink(missing_ok=True)
         # NumPy's own error of a short write has no errno.
         reason = e.strerror or "the disk is full"
         raise ij.InputError(f"{target}: cannot be written ({reason})") from e
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Devices to plan for: one table, with where its figures come from.
 
 Memory and `peak` are the vendor's data sheets (dense bfloat16; NVLink per direction). `reachable`
-was measured on H200s with JAX 0.11.2 (shared notes: system.md, kernels.md):
+was measured on H200s with JAX 0.11.2:
 
 - read: the sum over 4 GB, 4.58 TB/s (scripts/results/decode_h200.json).
 - products: a bfloat16 8192³ product through XLA, 670 TFLOP/s.

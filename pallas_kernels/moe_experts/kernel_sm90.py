@@ -90,7 +90,7 @@ def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order,
         column = lax.rem(lax.div(word, 4), 4) * 16 + lax.rem(word, 4)
         acts = row + column
         sums = [jnp.zeros(place.shape, jnp.float32)] * 2
-        # Unrolled: rolled loops and prefetching by hand both measured slower (kernels.md).
+        # Unrolled: rolled loops and prefetching by hand both measured slower.
         for s in range(steps // tiles.column_warps):
             step = s * tiles.column_warps + lax.rem(warp, tiles.column_warps)
             b = [_load_acts(x, acts, step, j, x_shape[1], steps) for j in range(4)]

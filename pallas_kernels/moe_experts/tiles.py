@@ -22,7 +22,7 @@ def choose(rows: int, columns: int) -> TileConfig:
     """The split whose column share is whole: 4 warps along 4608 or 2304 columns, 1 along 576.
 
     Sharing the columns keeps 32 rows per program and so many programs for the few experts of one
-    token; more warps, or more rows per warp, measured slower (kernels.md).
+    token; more warps, or more rows per warp, measured slower.
     """
     steps = -(-columns // STEP_COLUMNS)
     tiles = rows // TILE_ROWS
