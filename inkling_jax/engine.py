@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from checkpoints.safetensors_reader import parse_json
-from inkling_jax import decoding, generation, ops
+from inkling_jax import decoding, generation, kernel_choice
 from inkling_jax.config import Config
 from inkling_jax.decoding import Seen
 from inkling_jax.drafting import open_speculator, with_costs
@@ -205,7 +205,7 @@ class Engine:
                     self.params, self.config, self.speculator, state, done, steps, alternatives
                 )
             self._hand_out(rows, seen)
-            stats["kernels"] = ops.chosen()
+            stats["kernels"] = kernel_choice.chosen()
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
 
