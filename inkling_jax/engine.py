@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from inkling_jax import decoding, generation, ops
+from inkling_jax import decoding, generation, kernel_choice
 from inkling_jax.config import Config
 from inkling_jax.decoding import Seen
 from inkling_jax.errors import InputError
@@ -195,7 +195,7 @@ class Engine:
                     self.params, self.config, self.speculator, state, done, steps, alternatives
                 )
             self._hand_out(rows, seen)
-            stats["kernels"] = ops.chosen()
+            stats["kernels"] = kernel_choice.chosen()
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
 

@@ -1,12 +1,9 @@
 """The one place that chooses between a kernel of `pallas_kernels` and its plain version.
 
-A choice depends on the device, the dtypes, the shapes and `SWITCH`, is made while a function is
-traced and is logged once: as a warning where a GPU has the kernel and the kernel refuses.
+A choice depends on the dtypes and shapes here, and on the device by `kernel_choice`.
 """
 
 import functools
-import logging
-import os
 from collections.abc import Sequence
 
 import jax
@@ -14,8 +11,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from inkling_jax import kernel_choice
 from inkling_jax.cache import LayerCache
-from inkling_jax.errors import InputError
+from inkling_jax.kernel_choice import choose
 from inkling_jax.quant import QuantTensor, Weights
 from pallas_kernels import allreduce_conv_mix as allreduce_conv_mix_kernel
 from pallas_kernels import conv_mix as conv_mix_kernel
@@ -36,9 +34,6 @@ OPERATIONS = (
     *("allreduce_conv_mix", "draft_attention"),
 )
 EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT = OPERATIONS
-KERNEL = "kernel"
-SWITCH = "INKLING_JAX_KERNELS"  # 0 turns the kernels off
-CAPABILITY = 9.0  # Hopper, where they are tested
 # On two H200s 23 µs for a row, NCCL's sum and conv_mix 19 (scripts/results/sharded_h200.json).
 REDUCES = False  # whether devices add up within conv_mix
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
@@ -58,41 +53,12 @@ _allreduce_conv_mix = jax.jit(
     static_argnames=("axes", "dtype", "eps", "norm_eps"),
 )
 
-_log = logging.getLogger(__name__)
-_chosen: dict[str, str] = {}
-
-
-def chosen() -> dict[str, str]:
-    """Returns what decodes with each operation traced so far: "kernel", or why it does not."""
-    return dict(_chosen)
-
-
-def device_refusal() -> str | None:
-    """Says why no kernel can run on the device that functions are traced for, or None."""
-    device, target = _default_device(), jax.sharding.get_abstract_mesh().abstract_device
-    platform = getattr(device, "platform", device)
-    capability = getattr(device, "compute_capability", None)
-    if target and target.platform != platform:  # a build for another machine
-        platform, capability = target.platform, None
-    if platform not in ("gpu", "cuda"):
-        return f"the platform is {platform}"
-    if capability is not None and float(capability) < CAPABILITY:
-        return f"the compute capability is {capability}, kernels need {CAPABILITY}"
-    switch = os.environ.get(SWITCH, "1")
-    if switch not in ("0", "1"):
-        raise InputError(f"{SWITCH} is {switch!r}, it must be 0 or 1")
-    if switch == "0":
-        return f"{SWITCH}=0 turns kernels off"
-    return None
-
-
-def _default_device():
-    return jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
-
 
 def packs_experts(hidden: int, width: int, dtype: DTypeLike) -> bool:
     """Tells whether experts of these sizes are to be packed, for activations of `dtype`."""
-    return device_refusal() is None and not moe_experts.unsupported(1, hidden, width, dtype)
+    return kernel_choice.device_refusal() is None and not moe_experts.unsupported(
+        1, hidden, width, dtype
+    )
 
 
 def pack_experts(weights: Weights, interleaved: bool, axes: tuple[str, ...] = ()) -> PackedExperts:
@@ -120,7 +86,7 @@ def takes_experts(z: Float[Array, "N D"], w13: Weights, w2: Weights) -> bool:
     refusal = moe_experts.unsupported(tokens, hidden, w2.shape[2], z.dtype)
     if not (isinstance(w13, PackedExperts) and isinstance(w2, PackedExperts)):
         refusal = refusal or "the experts were not packed by `load`"
-    return _choose(EXPERTS, refusal)
+    return choose(EXPERTS, refusal)
 
 
 def experts(
@@ -146,7 +112,7 @@ def takes_router(z: Float[Array, "N D"], w13: Weights, w2: Weights, k: int) -> b
     refusal = router.unsupported(tokens, hidden, k)
     if not takes_experts(z, w13, w2):
         refusal = refusal or "the experts take no plan"
-    return _choose(ROUTER, refusal)
+    return choose(ROUTER, refusal)
 
 
 def route(
@@ -192,7 +158,7 @@ def takes_attention(
         refusal = f"activations and keys are {z.dtype.name} and {cache.k.dtype.name}, not bfloat16"
     if slots != ring:
         refusal = f"each device has {slots} of the {ring} slots of full layers (cp)"
-    return _choose(ATTENTION, refusal)
+    return choose(ATTENTION, refusal)
 
 
 def project(
@@ -238,7 +204,7 @@ def takes_draft(z: Float[Array, "B T D"], context: Float[Array, "B S L 2 K d"], 
     )
     if z.dtype != jnp.bfloat16:
         refusal = f"activations are {z.dtype.name}, not bfloat16"
-    return _choose(DRAFT, refusal)
+    return choose(DRAFT, refusal)
 
 
 def attend_draft(
@@ -260,7 +226,7 @@ def attend_draft(
 
 def takes_sampling(vocabulary: int) -> bool:
     """Tells whether the kernel finds where the filters end a row of so many logits."""
-    return _choose(SAMPLING, sampling.unsupported(vocabulary))
+    return choose(SAMPLING, sampling.unsupported(vocabulary))
 
 
 def prefix_end(
@@ -282,9 +248,9 @@ def takes_mix(
     reach = weight.shape[1] - 1 + tokens
     if batch * tokens > conv_mix_kernel.MAX_ROWS or reach > state.shape[1]:
         return False
-    takes = _choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
+    takes = choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
     if axes and REDUCES and not takes:
-        _choose(REDUCE_MIX, "conv_mix is none")
+        choose(REDUCE_MIX, "conv_mix is none")
     return takes
 
 
@@ -313,7 +279,7 @@ def conv_mix(
     if axes:
         sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
         refusal = allreduce_conv_mix_kernel.unsupported(sizes, axes)
-        if REDUCES and _choose(REDUCE_MIX, refusal):
+        if REDUCES and choose(REDUCE_MIX, refusal):
             run = functools.partial(_allreduce_conv_mix, axes=axes)
         else:
             u = jax.lax.psum(u, axes)
@@ -321,20 +287,3 @@ def conv_mix(
         u, partial, blocks, scales, queries, norms, weight, state, start, count,
         dtype=dtype, eps=eps, norm_eps=norm_eps,
     )  # fmt: skip
-
-
-def _choose(op: str, refusal: str | None) -> bool:
-    """Tells whether the kernel runs; remembers the choice and logs it."""
-    device, mesh = device_refusal(), jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and not mesh.are_all_axes_manual:
-        refusal = f"the model is spread over {mesh.size} devices"
-    choice = device or refusal or KERNEL
-    _chosen[op] = choice
-    _announce(op, choice, logging.INFO if device or not refusal else logging.WARNING)
-    return choice == KERNEL
-
-
-@functools.cache
-def _announce(op: str, choice: str, level: int) -> None:
-    """Logs a choice the first time that it is made."""
-    _log.log(level, "%s: %s", op, choice if choice == KERNEL else f"plain JAX, {choice}")

@@ -39,7 +39,7 @@ class GenerationOutput:
       finish_reason: "stop" after a stop id or string, "length" when the budget was used up.
       reply: thinking, text and tool calls, None without a tokenizer.
       stats: token counts, seconds, prefill buckets, the context's size, speculative rounds, and
-        what decoded by a kernel (`ops.chosen`).
+        what decoded by a kernel (`kernel_choice.chosen`).
     """
 
     text: str | None

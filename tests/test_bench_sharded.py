@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from inkling_jax import ops
+from inkling_jax import kernel_choice
 from pallas_kernels.allreduce_conv_mix.reference import allreduce_conv_mix as plain
 from pallas_kernels.conv_mix.reference import conv_mix
 from pallas_kernels.moe_experts import PackedExperts
@@ -76,7 +76,7 @@ def test_every_variant_gets_a_row_though_one_fails(mesh, monkeypatch):
 
 @pytest.mark.parametrize("refusal", [None, "no kernel"])
 def test_shares_join_to_what_load_leaves_on_a_mesh(refusal, monkeypatch):
-    monkeypatch.setattr(ops, "device_refusal", lambda: refusal)
+    monkeypatch.setattr(kernel_choice, "device_refusal", lambda: refusal)
     part = slices.few_layers(jax.devices()[:2], jnp.bfloat16, small=True)
     whole = slices.stored(part.whole, part.mesh())
     share = jax.eval_shape(lambda: slices.drawn(part.rank))

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from test_gpu import FIXTURES, NANO
 
 import inkling_jax as ij
-from inkling_jax import ops as inkling_ops
+from inkling_jax import kernel_choice
 from inkling_jax.loading import pack_for_kernels
 from pallas_kernels import conv_mix, moe_experts, projections
 from pallas_kernels.conv_mix import reference as conv_mix_reference
@@ -180,7 +180,7 @@ def test_nano_decodes_by_kernels_on_two_gpus():
     [expected] = ij.load(NANO, dtype="float32").generate([question], greedy)
     assert found["token_ids"] == expected.token_ids
     kernels = found["stats"]["kernels"]
-    assert set(kernels.values()) == {inkling_ops.KERNEL}
+    assert set(kernels.values()) == {kernel_choice.KERNEL}
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 17, 64])
@@ -246,12 +246,12 @@ def test_sampling(kind):
 def test_a_decode_step_through_kernels(monkeypatch):
     tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], jnp.int32)
     with monkeypatch.context() as patch:
-        patch.setattr(inkling_ops, "device_refusal", lambda: "it is told not to")
+        patch.setattr(kernel_choice, "device_refusal", lambda: "it is told not to")
         plain = step.read_twice(step.bfloat16_params(), tokens)
     packed = pack_for_kernels(step.bfloat16_params(), step.CONFIG)
     jax.clear_caches()  # what attends was chosen while tracing
     assert_close(step.read_twice(packed, tokens), plain, 2e-2)
-    assert set(inkling_ops.chosen().values()) == {inkling_ops.KERNEL}
+    assert set(kernel_choice.chosen().values()) == {kernel_choice.KERNEL}
 
 
 def test_a_reference_case_through_kernels():
@@ -270,7 +270,7 @@ def test_a_reference_case_through_kernels():
             out, cache = decode(model.params, model.config, part, cache, count)
             logits.append(out[0, : count[0]])
         assert_close(jnp.concatenate(logits), expected[f"{key}.logits"], 3e-2)
-    assert set(inkling_ops.chosen().values()) == {inkling_ops.KERNEL}
+    assert set(kernel_choice.chosen().values()) == {kernel_choice.KERNEL}
 
 
 def test_nano_decodes_by_kernels_alone(caplog):
@@ -279,10 +279,10 @@ def test_nano_decodes_by_kernels_alone(caplog):
     questions = ["Who are you?", "Reverse the words: one two three", "What is 17 + 25?", "Hello!"]
     greedy = ij.SamplingParams(temperature=0.0, max_tokens=48, logprobs=1)
     outputs = model.generate(questions, greedy)
-    assert not [r.getMessage() for r in caplog.records if r.name == inkling_ops.__name__]
+    assert not [r.getMessage() for r in caplog.records if r.name == kernel_choice.__name__]
     expected = ij.load(NANO, dtype="float32").generate(questions, greedy)
     for output, wanted in zip(outputs, expected, strict=True):
-        assert set(output.stats["kernels"].values()) == {inkling_ops.KERNEL}
+        assert set(output.stats["kernels"].values()) == {kernel_choice.KERNEL}
         assert output.token_ids == wanted.token_ids
         found, exact = ([token.logprob for token in o.logprobs] for o in (output, wanted))
         np.testing.assert_allclose(found, exact, atol=0.1)

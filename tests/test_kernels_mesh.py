@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from test_ops import CONFIG, KERNELS, MAX_BLOCK, bfloat16_params, on_gpu, primitives
 
-from inkling_jax import moe, ops
+from inkling_jax import kernel_choice, moe, ops
 from inkling_jax.cache import init_cache
 from inkling_jax.generation import decode
 from inkling_jax.loading import pack_for_kernels, packed_shapes
@@ -89,9 +89,9 @@ def test_a_step_on_a_mesh_is_made_of_kernels(refusal, on_gpu, monkeypatch):
         assert found[primitive] == count * CONFIG.text.num_hidden_layers
     layers = CONFIG.text.num_hidden_layers
     assert found["psum"] == 1 + (2 * layers if refusal else 0)  # the embedding's, the sublayers'
-    reasons = dict(ops.chosen())
-    assert reasons.pop(ops.REDUCE_MIX) == (refusal or ops.KERNEL)
-    assert set(reasons.values()) == {ops.KERNEL}
+    reasons = dict(kernel_choice.chosen())
+    assert reasons.pop(ops.REDUCE_MIX) == (refusal or kernel_choice.KERNEL)
+    assert set(reasons.values()) == {kernel_choice.KERNEL}
 
 
 def test_parts_of_experts_add_up(on_gpu, monkeypatch):
@@ -116,7 +116,7 @@ def test_parts_of_experts_add_up(on_gpu, monkeypatch):
         return [collectives.sum(y[None], collectives.ep + collectives.tp)[0] for y in outs]
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "device_refusal", lambda: "it is told not to")
+        patch.setattr(kernel_choice, "device_refusal", lambda: "it is told not to")
         plain = run(Collectives(), uneven_params())
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)
     mesh, params = on_mesh("ep=2,tp=2")
@@ -129,7 +129,7 @@ def test_parts_of_experts_add_up(on_gpu, monkeypatch):
             check_vma=False,
         )
         out = jax.jit(local)(packed)
-    assert ops.chosen()[ops.EXPERTS] == ops.KERNEL
+    assert kernel_choice.chosen()[ops.EXPERTS] == kernel_choice.KERNEL
     for found, expected in zip(out, plain, strict=True):
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert 0 < error < 0.02

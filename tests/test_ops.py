@@ -16,7 +16,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from inkling_jax import attention, model, moe, ops, quant, sampling, short_conv
+from inkling_jax import attention, kernel_choice, model, moe, ops, quant, sampling, short_conv
 from inkling_jax.cache import init_cache
 from inkling_jax.config import FULL, SLIDING
 from inkling_jax.errors import InputError
@@ -62,9 +62,9 @@ def bfloat16_params():
 def on_gpu(monkeypatch):
     """Chooses as on a GPU, forgetting what was chosen and traced before."""
     jax.clear_caches()
-    monkeypatch.setattr(ops, "device_refusal", lambda: None)
-    monkeypatch.setattr(ops, "_chosen", {})
-    ops._announce.cache_clear()
+    monkeypatch.setattr(kernel_choice, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernel_choice, "_chosen", {})
+    kernel_choice._announce.cache_clear()
 
 
 def read_twice(params, tokens):
@@ -97,13 +97,13 @@ def float32_products(monkeypatch):
 def test_kernels_compute_what_the_plain_step_computes(on_gpu, monkeypatch):
     tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], jnp.int32)
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "device_refusal", lambda: "it is told not to")
+        patch.setattr(kernel_choice, "device_refusal", lambda: "it is told not to")
         plain = read_twice(bfloat16_params(), tokens)
-        assert ops.chosen() == dict.fromkeys(DECODING, "it is told not to")
+        assert kernel_choice.chosen() == dict.fromkeys(DECODING, "it is told not to")
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)
     helpers.interpret_mosaic(monkeypatch, mixing)
     out = read_twice(pack_for_kernels(bfloat16_params(), CONFIG), tokens)
-    assert ops.chosen() == dict.fromkeys(DECODING, ops.KERNEL)
+    assert kernel_choice.chosen() == dict.fromkeys(DECODING, kernel_choice.KERNEL)
     error = np.linalg.norm(out - plain) / np.linalg.norm(plain)
     assert 0 < error < 0.02
 
@@ -147,8 +147,8 @@ def test_the_kernel_draws_the_tokens_of_the_plain_sampler(on_gpu, monkeypatch):
         return kept, sampling.sample(logits, settings, keys, positions)[0]
 
     by_kernel = draw()
-    assert ops.chosen() == {ops.SAMPLING: ops.KERNEL}
-    monkeypatch.setattr(ops, "device_refusal", lambda: "it is told not to")
+    assert kernel_choice.chosen() == {ops.SAMPLING: kernel_choice.KERNEL}
+    monkeypatch.setattr(kernel_choice, "device_refusal", lambda: "it is told not to")
     for found, plain in zip(by_kernel, draw(), strict=True):
         np.testing.assert_array_equal(found, plain)
 
@@ -167,7 +167,7 @@ def test_prefill_reads_the_packed_experts(on_gpu):
         for m in moes
     )
     np.testing.assert_array_equal(plain, packed)
-    assert ops.EXPERTS not in ops.chosen()
+    assert ops.EXPERTS not in kernel_choice.chosen()
 
 
 def test_products_of_many_rows_are_left_to_xla():
@@ -189,7 +189,7 @@ def takes_attention(tokens, dtype=jnp.bfloat16, devices=1):
 
 
 def test_a_choice_is_logged_once(on_gpu, caplog):
-    caplog.set_level(logging.INFO, "inkling_jax.ops")
+    caplog.set_level(logging.INFO, "inkling_jax.kernel_choice")
     refusal = "the ring of the convolution has 7 slots, it needs 8"
     for _ in range(2):
         assert takes_attention(2)
@@ -198,7 +198,7 @@ def test_a_choice_is_logged_once(on_gpu, caplog):
         ("INFO", "rel_attention_decode: kernel"),
         ("WARNING", f"rel_attention_decode: plain JAX, {refusal}"),
     ]
-    assert ops.chosen() == {ops.ATTENTION: refusal}
+    assert kernel_choice.chosen() == {ops.ATTENTION: refusal}
 
 
 def test_refusals_name_what_does_not_fit(on_gpu):
@@ -206,16 +206,17 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     params = bfloat16_params()["layers"][0]["moe"]
     w13, w2 = (params[name].get_value() for name in ("w13", "w2"))
     assert not ops.takes_experts(z, w13, w2)
-    assert ops.chosen()[ops.EXPERTS] == "activations are float32, not bfloat16"
+    assert kernel_choice.chosen()[ops.EXPERTS] == "activations are float32, not bfloat16"
     assert not ops.takes_experts(z.astype(jnp.bfloat16), w13, w2)
-    assert ops.chosen()[ops.EXPERTS] == "the experts were not packed by `load`"
+    assert kernel_choice.chosen()[ops.EXPERTS] == "the experts were not packed by `load`"
     assert not takes_attention(1, jnp.float32)
-    assert "float32" in ops.chosen()[ops.ATTENTION]
+    assert "float32" in kernel_choice.chosen()[ops.ATTENTION]
     assert not takes_attention(1, devices=2)
-    assert ops.chosen()[ops.ATTENTION] == "each device has 12 of the 24 slots of full layers (cp)"
+    refusal = "each device has 12 of the 24 slots of full layers (cp)"
+    assert kernel_choice.chosen()[ops.ATTENTION] == refusal
     narrow = jnp.zeros((1, 1, 96))
     assert not ops.takes_mix(narrow, (), (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
-    assert ops.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
+    assert kernel_choice.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
 
 
 @pytest.mark.parametrize(
@@ -224,37 +225,37 @@ def test_refusals_name_what_does_not_fit(on_gpu):
 def test_calls_longer_than_a_block_end_their_sublayers_in_plain_jax(tokens, slots, takes, on_gpu):
     u, state = jnp.zeros((1, tokens, 128)), jnp.zeros((1, slots, 128))
     assert ops.takes_mix(u, (), (u,), jnp.zeros((128, 4)), state) == takes
-    assert (ops.MIX in ops.chosen()) == takes
+    assert (ops.MIX in kernel_choice.chosen()) == takes
 
 
 def test_a_cpu_packs_nothing():
     params = bfloat16_params()
-    assert ops.device_refusal() == "the platform is cpu"
+    assert kernel_choice.device_refusal() == "the platform is cpu"
     assert pack_for_kernels(params, CONFIG) is params
     assert isinstance(nnx.to_pure_dict(params)["layers"][0]["moe"]["w13"], quant.QuantTensor)
 
 
 def test_older_devices_have_no_kernels_on_a_mesh_either(monkeypatch):
     older = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
-    monkeypatch.setattr(ops, "_default_device", lambda: older)
+    monkeypatch.setattr(kernel_choice, "_default_device", lambda: older)
     mesh = AbstractMesh((2,), ("tp0",), abstract_device=AbstractDevice("NVIDIA A100", None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        assert ops.device_refusal() == "the compute capability is 8.0, kernels need 9.0"
+        assert kernel_choice.device_refusal() == "the compute capability is 8.0, kernels need 9.0"
 
 
 def test_kernels_can_be_turned_off(monkeypatch):
     hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(ops, "_default_device", lambda: hopper)
-    monkeypatch.delenv(ops.SWITCH, raising=False)
-    assert ops.device_refusal() is None
-    monkeypatch.setenv(ops.SWITCH, "0")
-    assert ops.device_refusal() == "INKLING_JAX_KERNELS=0 turns kernels off"
-    monkeypatch.setenv(ops.SWITCH, "off")
+    monkeypatch.setattr(kernel_choice, "_default_device", lambda: hopper)
+    monkeypatch.delenv(kernel_choice.SWITCH, raising=False)
+    assert kernel_choice.device_refusal() is None
+    monkeypatch.setenv(kernel_choice.SWITCH, "0")
+    assert kernel_choice.device_refusal() == "INKLING_JAX_KERNELS=0 turns kernels off"
+    monkeypatch.setenv(kernel_choice.SWITCH, "off")
     with pytest.raises(InputError, match="INKLING_JAX_KERNELS is 'off', it must be 0 or 1"):
-        ops.device_refusal()
+        kernel_choice.device_refusal()
 
 
 def test_a_model_spread_over_devices_keeps_the_plain_path(on_gpu):
     with jax.set_mesh(jax.make_mesh((2,), ("tensor",))):
         assert not takes_attention(1)
-    assert ops.chosen()[ops.ATTENTION] == "the model is spread over 2 devices"
+    assert kernel_choice.chosen()[ops.ATTENTION] == "the model is spread over 2 devices"

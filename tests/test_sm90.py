@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from test_kernel_draft_attention import make_inputs
 from test_ops import CONFIG, bfloat16_params
 
-from inkling_jax import ops
+from inkling_jax import kernel_choice, ops
 from inkling_jax.loading import packed_shapes
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.programs import compile_program, devices
@@ -65,14 +65,14 @@ def test_allreduce_conv_mix(axes, tokens, sm90):
 def test_a_step_of_a_model_on_two_devices(monkeypatch):
     """As `plan` compiles it; sublayers add up within the kernels that end them."""
     monkeypatch.setattr(ops, "REDUCES", True)
-    monkeypatch.setattr(ops, "_chosen", {})
+    monkeypatch.setattr(kernel_choice, "_chosen", {})
     mesh = make_mesh(MeshConfig(tp=2), devices("cuda", HARDWARE["h200"], 2))
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), bfloat16_params())
     with jax.set_mesh(mesh):
         params = packed_shapes(params, CONFIG)
     program = compile_program("decode", CONFIG, params, mesh, "cuda", 2, 64, 1)
     kernels = (ops.EXPERTS, ops.ATTENTION, ops.ROUTER, ops.MIX, ops.REDUCE_MIX)
-    assert program.kernels == dict.fromkeys(kernels, ops.KERNEL)
+    assert program.kernels == dict.fromkeys(kernels, kernel_choice.KERNEL)
     assert {(c.kind, c.where, c.count, c.devices) for c in program.collectives} == {
         ("all-reduce", "embed", 1, 2),
         (ops.REDUCE_MIX, "attention", 2, 2),

@@ -46,9 +46,9 @@ def _version(package: str) -> str | None:
 
 
 def _kernels() -> str:
-    from inkling_jax import ops
+    from inkling_jax import kernel_choice, ops
 
-    if refusal := ops.device_refusal():
+    if refusal := kernel_choice.device_refusal():
         return f"plain JAX, {refusal}"
     used = (op for op in ops.OPERATIONS if ops.REDUCES or op != ops.REDUCE_MIX)
     return f"{', '.join(used)} (--verbose logs each choice)"

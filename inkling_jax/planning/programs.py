@@ -22,7 +22,7 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from inkling_jax import ops
+from inkling_jax import kernel_choice, ops
 from inkling_jax.cache import cache_specs
 from inkling_jax.config import Config
 from inkling_jax.generation import decode, prefill
@@ -127,7 +127,7 @@ def compile_program(
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         read_collectives(compiled.as_text() or ""),
-        {} if lengths else ops.chosen(),
+        {} if lengths else kernel_choice.chosen(),
     )
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from inkling_jax import ops
+from inkling_jax import kernel_choice
 from inkling_jax.generation import decode
 from inkling_jax.model import forward
 from inkling_jax.moe import experts
@@ -125,7 +125,7 @@ def _end_with_parent() -> None:
 def _compile_loop(case: Case) -> tuple[bytes, tuple[int, int], dict[str, str]]:
     trips = jax.ShapeDtypeStruct((), jnp.int32)
     program = _compile(case, "loop", step_loop, trips)
-    return serialize(program)[0], launches(program.as_text()), ops.chosen()
+    return serialize(program)[0], launches(program.as_text()), kernel_choice.chosen()
 
 
 def _compile_picks(case: Case) -> tuple[bytes]:
@@ -134,7 +134,8 @@ def _compile_picks(case: Case) -> tuple[bytes]:
 
 
 def _compile(case, name, make, *more):
-    os.environ[ops.SWITCH] = str(int(case.path == "kernels"))  # is read while functions are traced
+    switch = str(int(case.path == "kernels"))
+    os.environ[kernel_choice.SWITCH] = switch  # is read while functions are traced
     begin = time.monotonic()
     lowered = make(case).lower(*inputs(case), *more)
     traced = time.monotonic()

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from inkling_jax import ops
+from inkling_jax import kernel_choice, ops
 from inkling_jax.cache import Cache, cache_specs
 from inkling_jax.planning import floors
 from inkling_jax.planning.hardware import HARDWARE
@@ -48,7 +48,7 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
         for where, (held, mesh) in places.items():
             with _choosing(path):
                 lowered[path, where] = _lower_decode(Case(held, path, 1, (context,)), mesh)
-        chosen[path] = ops.chosen()
+        chosen[path] = kernel_choice.chosen()
     compiled = side_by_side({case: program.compile for case, program in lowered.items()})
     yield None
     rate = read_rate(1 << 20 if options.small else 1 << 32)
@@ -88,7 +88,7 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
 @contextlib.contextmanager
 def _choosing(path: str) -> Iterator[None]:
     """Makes `ops` choose what the path is about."""
-    switch = mock.patch.dict(os.environ, {ops.SWITCH: str(int(path != "plain"))})
+    switch = mock.patch.dict(os.environ, {kernel_choice.SWITCH: str(int(path != "plain"))})
     with switch, mock.patch.object(ops, "REDUCES", path != PSUM):
         yield
 
