@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import conv_mix as contract
 from pallas_kernels.conv_mix.reference import conv_mix as reference
+from pallas_kernels.conv_mix.reference import conv_mix_long as reference_long
 from pallas_kernels.conv_mix.reference import inverse_rms
 
 WIDTH, TAPS, SLOTS = 256, 4, 20
@@ -18,23 +19,23 @@ EPS = {"eps": 1e-6, "norm_eps": 1e-5}
 conv_mix = functools.partial(contract.conv_mix, **EPS, interpret=plgpu.InterpretGPUParams())
 
 
-def make_inputs(seed, batch, tokens, queries, count, dtype=jnp.float32):
+def make_inputs(seed, batch, tokens, queries, count, dtype=jnp.float32, width=WIDTH):
     """Inputs after `count` finished blocks; norms in `dtype`."""
     keys = iter(jax.random.split(jax.random.key(seed), 99))
 
     def normal(*shape, dtype=jnp.float32):
         return jax.random.normal(next(keys), shape, dtype)
 
-    blocks = [2**i * normal(batch, tokens, WIDTH) for i in range(count)]
+    blocks = [2**i * normal(batch, tokens, width) for i in range(count)]
     return {
-        "u": normal(batch, tokens, WIDTH),
-        "partial": normal(batch, tokens, WIDTH),
+        "u": normal(batch, tokens, width),
+        "partial": normal(batch, tokens, width),
         "blocks": blocks,
         "scales": [inverse_rms(block, EPS["eps"]) for block in blocks],
-        "queries": normal(queries, WIDTH),
-        "norms": [normal(WIDTH, dtype=dtype) for _ in range(queries)],
-        "weight": normal(WIDTH, TAPS),
-        "state": normal(batch, SLOTS, WIDTH),
+        "queries": normal(queries, width),
+        "norms": [normal(width, dtype=dtype) for _ in range(queries)],
+        "weight": normal(width, TAPS),
+        "state": normal(batch, SLOTS, width),
     }
 
 
@@ -80,6 +81,48 @@ def test_taps_run_forward_and_the_input_is_added_once():
     np.testing.assert_allclose(out.partial[0, :, 0], sums, rtol=1e-6)
 
 
+LONG = [
+    pytest.param(65, 1, 8, jnp.float32, id="65 rows, nine sources"),
+    pytest.param(7, 3, 1, jnp.bfloat16, id="seven rows, three queries"),
+    pytest.param(2, 1, 0, jnp.float32, id="fewer rows than taps, a block starts, none is finished"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "queries", "count", "dtype"), LONG)
+def test_many_rows_match_the_reference(tokens, queries, count, dtype, width=384):
+    """Rows of 384 are two parts; what comes after the valid tokens of a row is NaN."""
+    inputs = make_inputs(tokens, 2, tokens, queries, count, dtype, width)
+    inputs["before"] = inputs.pop("state")[:, : TAPS - 1]
+    if not count:
+        inputs["partial"] = None
+    valid = np.arange(tokens) < np.array([tokens, tokens // 2])[:, None]
+    z, partial, scale = reference_long(**inputs, dtype=dtype, **EPS)
+    inputs["u"] = jnp.where(valid[..., None], inputs["u"], jnp.nan)
+    out = contract.conv_mix_long(**inputs, dtype=dtype, **EPS, interpret=True)
+    rounding = 2e-5 if dtype == jnp.float32 else 2e-2
+    for found, wanted in zip(out.z, z, strict=True):
+        assert found.dtype == dtype
+        found, wanted = (np.asarray(x, np.float32)[valid] for x in (found, wanted))
+        np.testing.assert_allclose(found, wanted, atol=rounding, rtol=rounding)
+    np.testing.assert_allclose(out.partial[valid], partial[valid], atol=2e-5)
+    np.testing.assert_allclose(out.scale[valid], scale[valid], rtol=2e-5)
+
+
+def test_rows_in_two_calls_are_those_of_one():
+    """The second call's `before` are the first one's last inputs."""
+    inputs = make_inputs(0, 1, 9, 1, 1)
+    inputs["before"] = jnp.zeros_like(inputs.pop("state")[:, : TAPS - 1])
+    run = functools.partial(contract.conv_mix_long, dtype=jnp.float32, **EPS, interpret=True)
+    rows = {"u", "partial", "blocks", "scales"}
+    whole, halves = run(**inputs), []
+    for part in (slice(0, 5), slice(5, 9)):
+        cut = {name: jax.tree.map(lambda x: x[:, part], inputs[name]) for name in rows}  # noqa: B023
+        halves.append(run(**inputs | cut))
+        inputs["before"] = cut["u"][:, -TAPS + 1 :]
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *halves)
+    jax.tree.map(np.testing.assert_array_equal, joined, whole)
+
+
 def test_refusals_name_the_value():
     inputs = make_inputs(0, 1, 1, 1, 1)
     where = {"start": jnp.zeros(1, jnp.int32), "lengths": jnp.ones(1, jnp.int32)}
@@ -92,3 +135,6 @@ def test_refusals_name_the_value():
     assert unsupported(1, 96, 8) == "hidden size 96 is not a multiple of 128"
     assert "no block is finished" in unsupported(1, 128, 0)
     assert "8 blocks of a row take 262144 bytes" in unsupported(1, 8192, 8)
+    assert contract.unsupported_long(8192, 4608) is None
+    assert contract.unsupported_long(9, 96) == "hidden size 96 is not a multiple of 128"
+    assert "1048576 tokens of 4608" in str(contract.unsupported_long(1 << 20, 4608))

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.qkv_prep import qkv_prep
+from pallas_kernels.qkv_prep import qkv_prep, qkv_prep_long
 from pallas_kernels.qkv_prep.reference import qkv_prep as reference
+from pallas_kernels.qkv_prep.reference import qkv_prep_long as reference_long
 
 HEADS, KV_HEADS, DIM, RANKS, TAPS = 4, 2, 8, 4, 4
 OPTIONS = {"qk_threshold": 2.0, "rel_threshold": 1.0, "eps": 1e-6}
@@ -69,6 +70,26 @@ def test_matches_reference(tokens, start, lengths, slots, dynamic):
     options = OPTIONS | ({"log_scaling": (4, 0.3)} if dynamic else {})
     expected = reference(**inputs, **where, **options)
     out = qkv_prep(**poison(inputs, lengths), **where, **options, interpret=True)
+    for x, wanted, name in zip(out, expected, out._fields, strict=True):
+        np.testing.assert_allclose(x, wanted, atol=1e-6, rtol=1e-5, err_msg=name)
+
+
+LONG = [
+    pytest.param(65, [65, 33, 0], False, id="65 tokens, ragged"),
+    pytest.param(31, [31, 2, 17], True, id="a block less one, dynamic taps"),
+    pytest.param(33, [33, 32, 1], True, id="a block and one, dynamic taps"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "lengths", "dynamic"), LONG)
+def test_many_tokens_match_the_reference(tokens, lengths, dynamic):
+    inputs = make_inputs(tokens, 3, tokens, 1, TAPS - 1, dynamic)
+    inputs |= {f"{name}_before": inputs.pop(f"{name}_state") for name in "kv"}
+    del inputs["k_cache"], inputs["v_cache"]
+    where = {"start": jnp.array([0, 5, 900], jnp.int32), "lengths": jnp.array(lengths, jnp.int32)}
+    options = OPTIONS | {"dtype": jnp.float32, "log_scaling": (4, 0.3) if dynamic else None}
+    expected = reference_long(**inputs, **where, **options)
+    out = qkv_prep_long(**poison(inputs, lengths), **where, **options, interpret=True)
     for x, wanted, name in zip(out, expected, out._fields, strict=True):
         np.testing.assert_allclose(x, wanted, atol=1e-6, rtol=1e-5, err_msg=name)
 

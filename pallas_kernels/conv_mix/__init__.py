@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.conv_mix import kernel
+from pallas_kernels.conv_mix import kernel, kernel_long
 
-__all__ = ["MAX_ROWS", "ConvMix", "conv_mix", "unsupported"]
+__all__ = [
+    *("MAX_ROWS", "ConvMix", "ConvMixLong", "conv_mix", "conv_mix_long"),
+    *("unsupported", "unsupported_long"),
+]
 
 MAX_ROWS = 64  # a program each; more are prefill
 SHARED = 200 << 10  # bytes of shared memory for the finished blocks of one row
@@ -100,3 +103,54 @@ def conv_mix(
         start, lengths, tuple(scales), u, weight.T, queries, tuple(norms), tuple(blocks), partial
     )
     return ConvMix(*kernel.run(given, state, dtype, eps, norm_eps, tuple(peers), interpret))
+
+
+class ConvMixLong(NamedTuple):
+    """What many tokens leave behind; see `ConvMix`."""
+
+    z: tuple[jax.Array, ...]
+    partial: jax.Array
+    scale: jax.Array
+
+
+def unsupported_long(rows: int, width: int) -> str | None:
+    """Says why the kernel of many tokens cannot run these shapes, or None."""
+    if width % kernel_long.LEAST:
+        return f"hidden size {width} is not a multiple of {kernel_long.LEAST}"
+    if rows * width >= 1 << 31:
+        return f"{rows} tokens of {width} are more than 32 bits count"
+    return None
+
+
+def conv_mix_long(
+    u: jax.Array,
+    before: jax.Array,
+    partial: jax.Array | None,
+    blocks: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
+    queries: jax.Array,
+    norms: Sequence[jax.Array],
+    weight: jax.Array,
+    *,
+    dtype: DTypeLike,
+    eps: float,
+    norm_eps: float,
+    interpret: bool = False,
+) -> ConvMixLong:
+    """`conv_mix` of any number of tokens, which leaves writing the ring to its caller.
+
+    Args:
+      before: float32 [B, c - 1, D] inputs of the tokens before these, zeros before position 0.
+      partial: as `conv_mix` takes it; donated.
+      (others): as `conv_mix` takes them.
+
+    Raises:
+      ValueError: a shape that the kernel does not take; the value is named.
+    """
+    batch, tokens, width = u.shape
+    if reason := unsupported_long(batch * tokens, width):
+        raise ValueError(f"conv_mix_long: {reason}")
+    given = kernel_long.Operands(
+        partial, u, before, tuple(blocks), tuple(scales), queries, tuple(norms), weight.T
+    )
+    return ConvMixLong(*kernel_long.run(given, dtype, eps, norm_eps, interpret))

@@ -12,14 +12,20 @@ def short_conv(
     taps, slots = weight.shape[1], state.shape[1]
     row = jnp.arange(batch)[:, None]
     position = start[:, None] + jnp.arange(1 - taps, tokens)  # B, c - 1 + T
-    before = position[:, : taps - 1]
-    past = jnp.where(before[..., None] < 0, 0, state[row, before % slots])
+    past = position[:, : taps - 1]
+    before = jnp.where(past[..., None] < 0, 0, state[row, past % slots])
     valid = (jnp.arange(tokens) < lengths[:, None])[..., None]
     u = jnp.where(valid, u, 0)
-    line = jnp.concatenate([past, u], axis=1)
-    y = sum(weight[:, j] * line[:, j : j + tokens] for j in range(taps)) + u
     slot = jnp.where(valid[..., 0], position[:, taps - 1 :] % slots, slots)
-    return y / jnp.sqrt(jnp.float32(taps + 1)), state.at[row, slot].set(u, mode="drop")
+    return convolve(u, before, weight), state.at[row, slot].set(u, mode="drop")
+
+
+def convolve(u: jax.Array, before: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same of inputs [B, T, D] after those [B, c - 1, D] before them."""
+    taps, tokens = weight.shape[1], u.shape[1]
+    line = jnp.concatenate([before, u], axis=1)
+    y = sum(weight[:, j] * line[:, j : j + tokens] for j in range(taps)) + u
+    return y / jnp.sqrt(jnp.float32(taps + 1))
 
 
 def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
@@ -33,12 +39,19 @@ def mix(query: jax.Array, sources: jax.Array) -> jax.Array:
     return (p[..., None] * sources).sum(axis=0)
 
 
-def conv_mix(
-    u, partial, blocks, scales, queries, norms, weight, state, start, lengths, *, dtype, eps,
-    norm_eps,
-):  # fmt: skip
+def conv_mix(u, partial, blocks, scales, queries, norms, weight, state, start, lengths, **options):
     """Arguments and results as `pallas_kernels.conv_mix.conv_mix`."""
     y, state = short_conv(u, weight, state, start, lengths)
+    return *_add_and_mix(y, partial, blocks, scales, queries, norms, **options), state
+
+
+def conv_mix_long(u, before, partial, blocks, scales, queries, norms, weight, **options):
+    """Arguments and results as `pallas_kernels.conv_mix.conv_mix_long`."""
+    y = convolve(u, before, weight)
+    return _add_and_mix(y, partial, blocks, scales, queries, norms, **options)
+
+
+def _add_and_mix(y, partial, blocks, scales, queries, norms, *, dtype, eps, norm_eps):
     partial = y if partial is None else partial + y
     scale = inverse_rms(partial, eps)
     pairs = zip((*blocks, partial), (*scales, scale), strict=True)
@@ -48,4 +61,4 @@ def conv_mix(
         mixed = mix(query, sources)
         normed = mixed * inverse_rms(mixed, norm_eps)[..., None]
         z.append((normed * norm.astype(jnp.float32)).astype(dtype))
-    return tuple(z), partial, scale, state
+    return tuple(z), partial, scale

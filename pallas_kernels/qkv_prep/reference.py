@@ -8,7 +8,22 @@ import jax.numpy as jnp
 
 def qkv_prep(
     q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_cache, v_cache, k_state, v_state,
-    start, lengths, *, qk_threshold, rel_threshold, eps, log_scaling=None,
+    start, lengths, **options,
+):  # fmt: skip
+    """Arguments and results are those of the kernel; invalid tokens give zeros."""
+    before = (_past(state, start, k_taps) for state in (k_state, v_state))
+    q, r, key, value = qkv_prep_long(
+        q, r, k, v, q_scale, r_scale, k_taps, v_taps, *before, start, lengths,
+        dtype=k_cache.dtype, **options,
+    )  # fmt: skip
+    new = ((k_cache, key), (v_cache, value), (k_state, k), (v_state, v))
+    valid = jnp.arange(q.shape[1]) < lengths[:, None]
+    return (q, r, *(_write(ring, x, start, valid) for ring, x in new))
+
+
+def qkv_prep_long(
+    q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_before, v_before, start, lengths, *, dtype,
+    qk_threshold, rel_threshold, eps, log_scaling=None,
 ):  # fmt: skip
     """Arguments and results are those of the kernel; invalid tokens give zeros."""
     token = jnp.arange(q.shape[1])
@@ -21,12 +36,11 @@ def qkv_prep(
         position = (start[:, None] + token + 1).astype(jnp.float32)
         tau = 1 + alpha * jnp.log(jnp.maximum(position / floor, 1))
         q, r = (x * tau[..., None, None] for x in (q, r))
-    q, r = (x.astype(k_cache.dtype) for x in (q, r))
-    key = _clip(_convolve(k, k_taps, k_state, start), qk_threshold)
-    value = _convolve(v, v_taps, v_state, start)
+    key = _clip(_convolve(k, k_taps, k_before), qk_threshold)
+    value = _convolve(v, v_taps, v_before)
     value = value * jax.lax.rsqrt(jnp.mean(jnp.square(value), axis=-1, keepdims=True) + eps)
-    new = ((k_cache, key), (v_cache, value), (k_state, k), (v_state, v))
-    return (q, r, *(_write(ring, x, start, valid) for ring, x in new))
+    key, value = (jnp.where(valid[..., None, None], x, 0) for x in (key, value))
+    return tuple(x.astype(dtype) for x in (q, r, key, value))
 
 
 def _clip(x, threshold):
@@ -34,17 +48,22 @@ def _clip(x, threshold):
     return x * jnp.minimum(1, threshold / (norm + 1e-6))
 
 
-def _convolve(u, taps, state, start):
-    """Taps by backward distance: static [c, K, d], plus dynamic [B, T, K, c] where there are."""
-    if isinstance(taps, tuple):
-        static, dynamic = taps
-    else:
-        static, dynamic = jnp.moveaxis(taps[..., ::-1], -1, 0), None
+def _by_distance(taps):
+    """Taps by backward distance: static [c, K, d], and dynamic [B, T, K, c] or None."""
+    return taps if isinstance(taps, tuple) else (jnp.moveaxis(taps[..., ::-1], -1, 0), None)
+
+
+def _past(state, start, taps):
+    """The inputs of the c - 1 tokens before the call, out of their ring."""
+    position = start[:, None] + jnp.arange(1 - _by_distance(taps)[0].shape[0], 0)
+    past = state[jnp.arange(state.shape[0])[:, None], position % state.shape[1]]
+    return jnp.where((position >= 0)[..., None, None], past, 0)
+
+
+def _convolve(u, taps, before):
+    static, dynamic = _by_distance(taps)
     c, tokens = static.shape[0], u.shape[1]
-    position = start[:, None] + jnp.arange(1 - c, 0)
-    row = jnp.arange(u.shape[0])[:, None]
-    past = state[row, position % state.shape[1]]
-    inputs = jnp.concatenate((jnp.where((position >= 0)[..., None, None], past, 0), u), axis=1)
+    inputs = jnp.concatenate((before, u), axis=1)
     y = u
     for lag in range(c):
         tap = static[lag] if dynamic is None else static[lag] + dynamic[..., lag, None]
