@@ -6,6 +6,7 @@ query i meets distance δ at key i + reach - δ, so row i of `r · proj` is shif
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax import ops
-from inkling_jax.cache import ConvState, LayerCache, read_before, write
+from inkling_jax.cache import LayerCache, read_before, write
 from inkling_jax.config import TextConfig
 from inkling_jax.layers import einsum, l2_clip, log_scale, param, rms, rounded
-from inkling_jax.short_conv import DynamicShortConv, ShortConv
+from inkling_jax.short_conv import DynamicShortConv, ShortConv, exchange
 from sharding.collectives import ALONE, Collectives
 
 MAX_QUERY_BLOCK = 256
@@ -69,20 +70,9 @@ class Attention(nnx.Module):
         return self._plainly(*block, collectives)
 
     def _plainly(self, z_q, z_k, z_v, cache: LayerCache, start, count, collectives):
-        config, dtype = self.config, z_q.dtype
-        q = self.q_scale[...].astype(jnp.float32) * einsum("btd,hkd->bthk", z_q, self.wq[...])
-        q = l2_clip(q, config.qk_l2_clip_threshold)
-        r = self.r_scale[...].astype(jnp.float32) * einsum("btd,hrd->bthr", z_q, self.wr[...])
-        r = l2_clip(r, config.rel_l2_clip_threshold)
-        if not self.shape.sliding:
-            position = start[:, None] + jnp.arange(z_q.shape[1])
-            tau = log_scale(position, config.log_scaling_n_floor, config.log_scaling_alpha)
-            q, r = (x * tau[..., None, None] for x in (q, r))
-        sink = einsum("btd,hd->bth", z_q, self.sink[...])
-
-        k, v, conv = self._keys_and_values(z_k, z_v, cache.conv, start, count)
-        # A key is the same number in the call that makes it and, later, out of the cache.
-        k, v = rounded(k, cache.k.dtype), rounded(v, cache.v.dtype)
+        by_kernel = ops.takes_preparation(z_q, cache, self.config.d_rel)
+        prepare = self._prepare_by_kernel if by_kernel else self._prepare
+        q, r, k, v, conv = prepare(z_q, z_k, z_v, cache, start, count)
         part = collectives.own_slots(cache.k.shape[1])
         new_k, new_v = (write(x, y, start, count, part) for x, y in ((cache.k, k), (cache.v, v)))
         written = LayerCache(new_k, new_v, conv, cache.sliding)
@@ -92,26 +82,23 @@ class Attention(nnx.Module):
             v = jnp.concatenate((read_before(cache.v, start, window - 1), v), axis=1)
         else:
             k, v = written.k, written.v
-        q, r = q.astype(dtype), r.astype(dtype)
+        sink = einsum("btd,hd->bth", z_q, self.sink[...])
         attended = attend(q, k, v, r, self.rel_proj[...], sink, start, window, collectives)
         gate = einsum("btd,hkd->bthk", z_q, self.gate[...])
-        gated = (jax.nn.sigmoid(gate) * attended).astype(dtype)
+        gated = (jax.nn.sigmoid(gate) * attended).astype(z_q.dtype)
         return einsum("bthk,dhk->btd", gated, self.wo[...]), written
 
     def _by_kernels(self, z_q, z_k, z_v, cache: LayerCache, start, count):
         """The same for a few tokens: five launches, two of them in `ops.attend`."""
-        config, conv = self.config, cache.conv
+        conv = cache.conv
         of_q = [(z_q, w[...]) for w in (self.wq, self.wr, self.gate, self.sink)]
         of_kv = [(z_k, self.wk[...]), (z_v, self.wv[...])]
         dynamic = [*_dynamic(self.k_conv, z_k), *_dynamic(self.v_conv, z_v)]
         q, r, gate, sink, k, v, *dynamic = ops.project([*of_q, *of_kv, *dynamic])
         k_taps, v_taps = _taps(self.k_conv, dynamic[:1]), _taps(self.v_conv, dynamic[1:])
-        log_scaling = (config.log_scaling_n_floor, config.log_scaling_alpha)
         ready = ops.prepare(
             q, r, k, v, self.q_scale[...], self.r_scale[...], k_taps, v_taps,
-            cache.k, cache.v, conv.k, conv.v, start, count,
-            qk_threshold=config.qk_l2_clip_threshold, rel_threshold=config.rel_l2_clip_threshold,
-            eps=config.rms_norm_eps, log_scaling=None if self.shape.sliding else log_scaling,
+            cache.k, cache.v, conv.k, conv.v, start, count, **self._preparation,
         )  # fmt: skip
         conv = dataclasses.replace(conv, k=ready.k_state, v=ready.v_state)
         written = LayerCache(ready.k_cache, ready.v_cache, conv, cache.sliding)
@@ -123,14 +110,56 @@ class Attention(nnx.Module):
         [out] = ops.project([(rows, self.wo[...].reshape(-1, rows.shape[2]))])
         return out, written
 
-    def _keys_and_values(self, z_k, z_v, conv: ConvState, start, count):
-        u_k = einsum("btd,hkd->bthk", z_k, self.wk[...])
-        u_v = einsum("btd,hkd->bthk", z_v, self.wv[...])
+    def _prepare(self, z_q, z_k, z_v, cache: LayerCache, start, count):
+        """Returns q, r, k and v of all tokens, ready for attention, and the convolutions' state."""
+        config, conv = self.config, cache.conv
+        q, r, u_k, u_v = self._project(z_q, z_k, z_v)
+        q = l2_clip(self.q_scale[...].astype(jnp.float32) * q, config.qk_l2_clip_threshold)
+        r = l2_clip(self.r_scale[...].astype(jnp.float32) * r, config.rel_l2_clip_threshold)
+        if not self.shape.sliding:
+            position = start[:, None] + jnp.arange(z_q.shape[1])
+            tau = log_scale(position, config.log_scaling_n_floor, config.log_scaling_alpha)
+            q, r = (x * tau[..., None, None] for x in (q, r))
         k, k_state = _convolve(self.k_conv, u_k, z_k, conv.k, start, count)
         v, v_state = _convolve(self.v_conv, u_v, z_v, conv.v, start, count)
-        k = l2_clip(k, self.config.qk_l2_clip_threshold)
-        v = rms(v, self.config.rms_norm_eps)
-        return k, v, ConvState(k_state, v_state, conv.attn, conv.mlp)
+        k = l2_clip(k, config.qk_l2_clip_threshold)
+        v = rms(v, config.rms_norm_eps)
+        # A key is the same number in the call that makes it and, later, out of the cache.
+        k, v = rounded(k, cache.k.dtype), rounded(v, cache.v.dtype)
+        q, r = q.astype(z_q.dtype), r.astype(z_q.dtype)
+        return q, r, k, v, dataclasses.replace(conv, k=k_state, v=v_state)
+
+    def _prepare_by_kernel(self, z_q, z_k, z_v, cache: LayerCache, start, count):
+        """The same of tokens beyond those of `_by_kernels`."""
+        conv, reach = cache.conv, self.config.conv_kernel_size - 1
+        q, r, k, v = self._project(z_q, z_k, z_v)
+        k_before, k_state = exchange(k, conv.k, start, count, reach)
+        v_before, v_state = exchange(v, conv.v, start, count, reach)
+        k_taps, v_taps = (
+            _taps(conv, [einsum("btd,kld->btkl", *pair) for pair in _dynamic(conv, z)])
+            for conv, z in ((self.k_conv, z_k), (self.v_conv, z_v))
+        )
+        ready = ops.prepare_long(
+            q, r, k, v, self.q_scale[...], self.r_scale[...], k_taps, v_taps, k_before, v_before,
+            start, count, dtype=cache.k.dtype, **self._preparation,
+        )  # fmt: skip
+        return *ready, dataclasses.replace(conv, k=k_state, v=v_state)
+
+    def _project(self, z_q, z_k, z_v):
+        products = ((z_q, self.wq), (z_q, self.wr), (z_k, self.wk), (z_v, self.wv))
+        return [einsum("btd,hkd->bthk", z, w[...]) for z, w in products]
+
+    @property
+    def _preparation(self) -> dict[str, Any]:
+        """The options of `ops.prepare` and `ops.prepare_long`."""
+        config = self.config
+        log_scaling = (config.log_scaling_n_floor, config.log_scaling_alpha)
+        return {
+            "qk_threshold": config.qk_l2_clip_threshold,
+            "rel_threshold": config.rel_l2_clip_threshold,
+            "eps": config.rms_norm_eps,
+            "log_scaling": None if self.shape.sliding else log_scaling,
+        }
 
 
 def _convolve(conv: ShortConv | DynamicShortConv, u, z, state, start, count):

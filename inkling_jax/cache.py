@@ -133,12 +133,15 @@ def write(
     Args:
       part: which part of the ring the buffer is, whose slots alone are written; None: all of it.
     """
-    own, t = buffer.shape[1], jnp.arange(new.shape[1])
+    own, row = buffer.shape[1], jnp.arange(buffer.shape[0])[:, None]
     first, slots = part or (0, own)
-    kept = (t < count[:, None]) & (t >= count[:, None] - slots)
+    if new.shape[1] > slots:  # only the last ones stay
+        kept = jnp.minimum(count, slots)
+        start, t = start + count - kept, (count - kept)[:, None] + jnp.arange(slots)
+        new, count = new[row, jnp.minimum(t, new.shape[1] - 1)], kept
+    t = jnp.arange(new.shape[1])
     slot = (start[:, None] + t) % slots - first
-    slot = jnp.where(kept & (slot >= 0), slot, own)
-    row = jnp.arange(buffer.shape[0])[:, None]
+    slot = jnp.where((t < count[:, None]) & (slot >= 0), slot, own)
     return buffer.at[row, slot].set(new.astype(buffer.dtype), mode="drop")
 
 

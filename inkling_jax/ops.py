@@ -31,9 +31,9 @@ from pallas_kernels.moe_experts import PackedExperts, Plan
 
 OPERATIONS = (
     *("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix"),
-    *("allreduce_conv_mix", "draft_attention"),
+    *("allreduce_conv_mix", "draft_attention", "conv_mix_long", "qkv_prep_long"),
 )
-EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT = OPERATIONS
+EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT, MIX_LONG, PREPARE_LONG = OPERATIONS
 # On two H200s 23 µs for a row, NCCL's sum and conv_mix 19 (scripts/results/sharded_h200.json).
 REDUCES = False  # whether devices add up within conv_mix
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
@@ -42,16 +42,17 @@ MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
 _moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
 _route = jax.jit(router.route, static_argnames=("k", "scale"))
 _project = jax.jit(projections.project)
-prepare = jax.jit(
-    qkv_prep.qkv_prep, static_argnames=("qk_threshold", "rel_threshold", "eps", "log_scaling")
-)
+_OF_QKV = ("qk_threshold", "rel_threshold", "eps", "log_scaling")
+prepare = jax.jit(qkv_prep.qkv_prep, static_argnames=_OF_QKV)
+prepare_long = jax.jit(qkv_prep.qkv_prep_long, static_argnames=(*_OF_QKV, "dtype"))
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
 _draft_attention = jax.jit(draft_attention.draft_attention, static_argnames=("layer", "eps"))
-_conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=("dtype", "eps", "norm_eps"))
+_OF_MIX = ("dtype", "eps", "norm_eps")
+_conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=_OF_MIX)
 _allreduce_conv_mix = jax.jit(
-    allreduce_conv_mix_kernel.allreduce_conv_mix,
-    static_argnames=("axes", "dtype", "eps", "norm_eps"),
+    allreduce_conv_mix_kernel.allreduce_conv_mix, static_argnames=("axes", *_OF_MIX)
 )
+conv_mix_long = jax.jit(conv_mix_kernel.conv_mix_long, static_argnames=_OF_MIX)
 
 
 def packs_experts(hidden: int, width: int, dtype: DTypeLike) -> bool:
@@ -161,6 +162,16 @@ def takes_attention(
     return choose(ATTENTION, refusal)
 
 
+def takes_preparation(z: Float[Array, "B T D"], cache: LayerCache, d_rel: int) -> bool:
+    """Tells whether a kernel makes q, r, k and v of more tokens than `takes_attention` takes."""
+    if z.shape[1] <= MAX_QUERIES:
+        return False
+    refusal = qkv_prep.unsupported_long(cache.k.shape[3], d_rel)
+    if z.dtype != cache.k.dtype:
+        refusal = f"activations are {z.dtype.name}, keys {cache.k.dtype.name}"
+    return choose(PREPARE_LONG, refusal)
+
+
 def project(
     products: Sequence[tuple[Float[Array, "B T _"], Float[Array, "..."]]],
 ) -> list[Float[Array, "B T ..."]]:
@@ -245,13 +256,28 @@ def takes_mix(
 ) -> bool:
     """Tells whether a kernel ends a sublayer of so few tokens, above these finished blocks."""
     batch, tokens, hidden = u.shape
-    reach = weight.shape[1] - 1 + tokens
-    if batch * tokens > conv_mix_kernel.MAX_ROWS or reach > state.shape[1]:
+    if not _few(u, weight, state):
         return False
     takes = choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
     if axes and REDUCES and not takes:
         choose(REDUCE_MIX, "conv_mix is none")
     return takes
+
+
+def takes_long_mix(
+    u: Float[Array, "B T D"], split: bool, weight: Float[Array, "D c"], state: Float[Array, "B S D"]
+) -> bool:
+    """Tells whether a kernel ends a sublayer of more tokens, or of a part of them if `split`."""
+    batch, tokens, hidden = u.shape
+    if not split and _few(u, weight, state):
+        return False
+    return choose(MIX_LONG, conv_mix_kernel.unsupported_long(batch * tokens, hidden))
+
+
+def _few(u, weight, state) -> bool:
+    """Tells whether the ring has room for the new inputs beside what the convolution needs."""
+    reach = weight.shape[1] - 1 + u.shape[1]
+    return u.shape[0] * u.shape[1] <= conv_mix_kernel.MAX_ROWS and reach <= state.shape[1]
 
 
 def conv_mix(

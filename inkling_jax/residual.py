@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from inkling_jax import ops
 from inkling_jax.layers import RMSNorm, einsum
-from inkling_jax.short_conv import ShortConv
+from inkling_jax.short_conv import ShortConv, exchange
 from sharding.collectives import Collectives
 
 EPS = 1e-6
@@ -95,16 +95,24 @@ def advance(
     Returns:
       The new residual; the inputs of what follows, one per query; the state.
     """
-    blocks, partial = residual.blocks, residual.partial
+    blocks, partial, weight = residual.blocks, residual.partial, conv.weight[...]
     scales = residual.scales[: len(blocks)]
-    if not collectives.sp and ops.takes_mix(u, axes, blocks, conv.weight[...], state):
-        norms = tuple(norm.weight[...] for norm in reader.norms)
+    norms = tuple(norm.weight[...] for norm in reader.norms)
+    mixing = (partial, blocks, scales, reader.queries, norms, weight)
+    options = {"dtype": reader.dtype, "eps": EPS, "norm_eps": reader.norms[0].eps}
+    split = bool(collectives.sp)
+    if not split and ops.takes_mix(u, axes, blocks, weight, state):
         inputs, partial, scale, state = ops.conv_mix(
-            u, axes, partial, blocks, scales, reader.queries, norms, conv.weight[...], state, start,
-            count, dtype=reader.dtype, eps=EPS, norm_eps=reader.norms[0].eps,
-        )  # fmt: skip
+            u, axes, *mixing, state, start, count, **options
+        )
         return Residual(blocks, partial, (*scales, scale)), inputs, state
-    y, state = conv(collectives.sum(u, axes), state, start, count, collectives)
+    by_kernel = ops.takes_long_mix(u, split, weight, state)
+    u = collectives.sum(u, axes)
+    if by_kernel:
+        before, state = exchange(u, state, start, count, weight.shape[1] - 1, collectives)
+        inputs, partial, scale = ops.conv_mix_long(u, before, *mixing, **options)
+        return Residual(blocks, partial, (*scales, scale)), inputs, state
+    y, state = conv(u, state, start, count, collectives)
     partial = y if partial is None else partial + y
     residual = Residual(blocks, partial, (*scales, _inverse_rms(partial)))
     mixed = mix(reader.queries, residual)

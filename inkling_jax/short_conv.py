@@ -16,12 +16,18 @@ from inkling_jax.layers import einsum, param
 from sharding.collectives import ALONE, Collectives
 
 
-def _with_past(u, state, start, count, reach, collectives=ALONE):
-    """Returns ([B, reach + T, ...] inputs from `reach` tokens back, the new state)."""
+def exchange(
+    u: Float[Array, "B T *ch"],
+    state: Float[Array, "B S *ch"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    reach: int,
+    collectives: Collectives = ALONE,
+) -> tuple[Float[Array, "B reach *ch"], Float[Array, "B S *ch"]]:
+    """Returns the `reach` inputs before the device's own u, and the state with the new ones."""
     before = collectives.halo(u, read_before(state, start, reach))
     last, kept = collectives.last_tokens(u, count, state.shape[1])
-    state = write(state, last, start + count - kept, kept)
-    return jnp.concatenate((before, u), axis=1), state
+    return before, write(state, last, start + count - kept, kept)
 
 
 class ShortConv(nnx.Module):
@@ -41,7 +47,8 @@ class ShortConv(nnx.Module):
         """Convolves u, the device's own of `count[b]` tokens a row from position `start[b]` on."""
         w, t = self.weight[...], u.shape[1]
         c = w.shape[-1]
-        inputs, state = _with_past(u, state, start, count, c - 1, collectives)
+        before, state = exchange(u, state, start, count, c - 1, collectives)
+        inputs = jnp.concatenate((before, u), axis=1)
         y = sum((w[..., j] * inputs[:, j : j + t] for j in range(c)), u)
         return y / math.sqrt(c + 1), state
 
@@ -68,7 +75,8 @@ class DynamicShortConv(nnx.Module):
         static, t = self.static[...], u.shape[1]
         c = static.shape[0]
         dynamic = einsum("btd,kld->btkl", z, self.dynamic[...])
-        inputs, state = _with_past(u, state, start, count, c - 1)
+        before, state = exchange(u, state, start, count, c - 1)
+        inputs = jnp.concatenate((before, u), axis=1)
         y = u
         for lag in range(c):
             taps = static[lag] + dynamic[..., lag, None]

@@ -70,10 +70,8 @@ def _body(given, out_refs, eps, norm_eps):
     def load(ref, *at):
         return [ref[(*at, part)].astype(jnp.float32) for part in parts]
 
-    def load_block(i):
-        return load(given.blocks[i], row, token) if i < len(given.blocks) else None
-
-    upcoming = load_block(0)
+    sources = (load(block, row, token) for block in given.blocks)
+    upcoming = next(sources, [])
     value = [_convolve(given, row, token, part) for part in parts]
     if given.partial is not None:
         value = [x + y for x, y in zip(value, load(given.partial, row, token), strict=True)]
@@ -87,8 +85,8 @@ def _body(given, out_refs, eps, norm_eps):
     tops = [_dot(value, query) * (scale / root) for query in queries]
     totals = [jnp.float32(1) for _ in queries]
     mixed = [[x * scale for x in value] for _ in queries]
-    for i, scale_ref in enumerate(given.scales):
-        source, upcoming = upcoming, load_block(i + 1)
+    for scale_ref in given.scales:
+        source, upcoming = upcoming, next(sources, [])
         scale = scale_ref[row, token]
         for n, query in enumerate(queries):
             score = _dot(source, query) * (scale / root)

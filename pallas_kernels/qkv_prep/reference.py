@@ -11,9 +11,9 @@ def qkv_prep(
     start, lengths, **options,
 ):  # fmt: skip
     """Arguments and results are those of the kernel; invalid tokens give zeros."""
-    before = (_past(state, start, k_taps) for state in (k_state, v_state))
+    k_before, v_before = (_past(state, start, k_taps) for state in (k_state, v_state))
     q, r, key, value = qkv_prep_long(
-        q, r, k, v, q_scale, r_scale, k_taps, v_taps, *before, start, lengths,
+        q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_before, v_before, start, lengths,
         dtype=k_cache.dtype, **options,
     )  # fmt: skip
     new = ((k_cache, key), (v_cache, value), (k_state, k), (v_state, v))
