@@ -9,8 +9,13 @@ from jax.typing import DTypeLike
 from pallas_kernels.conv_mix import kernel, kernel_long
 
 __all__ = [
-    *("MAX_ROWS", "ConvMix", "ConvMixLong", "conv_mix", "conv_mix_long"),
-    *("unsupported", "unsupported_long"),
+    "MAX_ROWS",
+    "ConvMix",
+    "ConvMixLong",
+    "conv_mix",
+    "conv_mix_long",
+    "unsupported",
+    "unsupported_long",
 ]
 
 MAX_ROWS = 64  # a program each; more are prefill

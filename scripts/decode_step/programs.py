@@ -107,14 +107,18 @@ def start_compiling(cases: list[Case]) -> tuple[dict[Case, Future], Future | Non
     Each in a process of its own: tracing the kernels of 48 layers is minutes of Python, which
     threads would share. Returns what `load` takes.
     """
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # for the new processes
-    pool = ProcessPoolExecutor(
-        os.cpu_count(), multiprocessing.get_context("spawn"), initializer=_end_with_parent
-    )
+    pool = compilers()
     loops = {case: pool.submit(_compile_loop, case) for case in cases}
     picks = pool.submit(_compile_picks, cases[0]) if cases[0].path == "kernels" else None
     pool.shutdown(wait=False)  # once all is compiled
     return loops, picks
+
+
+def compilers() -> ProcessPoolExecutor:
+    """Returns processes that compile, and that end when this one does."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # for the new processes
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(os.cpu_count(), context, initializer=_end_with_parent)
 
 
 def _end_with_parent() -> None:
@@ -150,16 +154,17 @@ def load_loop(case: Case, compiled: Future) -> Program:
     binary, counted, chosen = compiled.result()
     carry, params = inputs(case)
     trees = jax.tree.structure(((carry, params, 0), {})), jax.tree.structure(carry)
-    return Program(_load(binary, trees), counted, chosen)
+    return Program(load(binary, trees), counted, chosen)
 
 
 def load_picks(case: Case, compiled: Future) -> Any:
     """Loads what shows the picks of a step."""
     [binary] = compiled.result()
-    return _load(binary, (jax.tree.structure((inputs(case), {})), jax.tree.structure(0)))
+    return load(binary, (jax.tree.structure((inputs(case), {})), jax.tree.structure(0)))
 
 
-def _load(binary, trees):
+def load(binary, trees):
+    """Loads what `serialize` gave, of the trees of its (args, kwargs) and of its result."""
     return deserialize_and_load(binary, *trees, execution_devices=jax.devices()[:1])
 
 

@@ -1,0 +1,1 @@
+"""What bench_prefill.py runs: calls of the product's prefill, compiled and counted."""
