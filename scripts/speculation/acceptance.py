@@ -1,0 +1,51 @@
+"""Tokens per round by kind of prompt and temperature, and acceptance by position."""
+
+import dataclasses
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+from nano import batches
+
+import inkling_jax as ij
+from inkling_jax.engine import MAX_ROWS
+from speculation.prompts import draw, middle, rates
+
+
+def acceptance(
+    engine: ij.Engine,
+    kind: str,
+    source: batches.Source,
+    setting: ij.SamplingParams,
+    tokens: int,
+    end: float,
+) -> dict[str, Any]:
+    """Returns tokens per round with a 95 % interval over prompts, and acceptance by position.
+
+    Prompts are drawn until they have given as many tokens as asked for, or the time is over.
+    """
+    outputs: list[ij.GenerationOutput] = []
+    prompts = draw(kind, source)
+    while sum(len(o.token_ids) - 1 for o in outputs) < tokens:
+        batch = list(itertools.islice(prompts, MAX_ROWS))
+        seeds = range(len(outputs), len(outputs) + MAX_ROWS)
+        settings = [dataclasses.replace(setting, seed=seed) for seed in seeds]
+        outputs += engine.generate(batch, settings)
+        if time.monotonic() > end:
+            break
+    rounds = np.array([len(o.stats["rounds"]) for o in outputs])
+    counts = np.array([len(o.token_ids) - 1 for o in outputs])  # the first comes from the prompt
+    entries = [entry for o in outputs for entry in o.stats["rounds"]]
+    accepted = np.array([entry["accepted"] for entry in entries])
+    proposed = np.array([entry["proposed"] for entry in entries])
+    places = range(1, proposed.max() + 1)
+    return {
+        "prompts": len(outputs),
+        "tokens": int(counts.sum()),
+        "acceptance_length": round(float(counts.sum() / rounds.sum()), 3),
+        "interval": middle(rates(counts, rounds)),
+        "acceptance_by_position": [
+            round(float((accepted[proposed >= n] >= n).mean()), 4) for n in places
+        ],
+    }
