@@ -12,7 +12,7 @@ own, so the rule stops at the first draft that does not pay, and forecasts what 
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def choose_widths(
@@ -35,3 +35,53 @@ def choose_widths(
     price = rate[:, None, None] * (cost[1:] - cost[:-1, None])
     pays = jnp.any((gain > price) & (ahead >= 0), axis=-1)
     return jnp.cumprod(pays.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def share_widths(
+    confidence: Float[Array, "B n"],
+    sharing: Bool[Array, " B"],
+    read: Int[Array, ""],
+    cost: Float[Array, " m"],
+    rate: Float[Array, ""],
+) -> Int[Array, " B"]:
+    """Returns how many of its n drafts each row verifies where rows share one budget.
+
+    That is the global top of all survival products, as many as bring the most beyond λ times what
+    they cost together. It is looked for anew for each j, with forecasts in place of what only
+    confidences from j + 1 on would tell: a draft has no say in its own verification here either.
+
+    Args:
+      confidence, cost: as `choose_widths` takes them.
+      sharing: the rows; others verify nothing.
+      read: tokens that the round reads of all rows, shared drafts aside.
+      rate: λ, tokens of the sharing rows per unit of cost.
+    """
+    rows, n = confidence.shape
+    survival = jnp.cumprod(confidence, axis=1)
+    width = jnp.zeros(rows, jnp.int32)
+    for j in range(n):
+        candidate = sharing & (width == j)
+        power = jnp.arange(n - j, dtype=jnp.float32)
+        forecast = survival[:, j, None] * confidence[:, j, None] ** power  # of j and those behind
+        gains = jnp.where(candidate[:, None], forecast, 0.0).ravel()
+        top = (gains >= gains[:, None]) & (gains > 0)  # [i]: all that bring what i does, or more
+        total = jnp.where(top, gains, 0.0).sum(axis=1)
+        so_far = read + width.sum(dtype=jnp.int32)
+        more = tokens_cost(so_far + top.sum(axis=1, dtype=jnp.int32), cost) - tokens_cost(
+            so_far, cost
+        )
+        net = total - rate * more
+        least = jnp.where(net.max() > 0, gains[jnp.argmax(net)], jnp.inf)
+        width += (candidate & (survival[:, j] >= least)).astype(jnp.int32)
+    return width
+
+
+def tokens_cost(tokens: Int[Array, "*k"], cost: Float[Array, " m"]) -> Float[Array, "*k"]:
+    """Returns the cost of a round that reads so many tokens of all rows, one or more.
+
+    `cost` has what one row's 1…m tokens cost; each one beyond them costs their average.
+    """
+    known = cost.shape[0]
+    beyond = jnp.maximum(tokens - known, 0).astype(jnp.float32)
+    each = (cost[-1] - cost[0]) / (known - 1)
+    return cost[jnp.minimum(tokens, known) - 1] + beyond * each
