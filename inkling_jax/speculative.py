@@ -30,7 +30,7 @@ from inkling_jax.sampling import (
     finite,
     logprobs,
 )
-from inkling_jax.widths import choose_widths, share_widths, tokens_cost
+from inkling_jax.widths import choose_widths, share_widths
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +40,7 @@ class SpecState:
 
     base: as without speculation.
     context: the drafter's, of all tokens in the cache.
-    spent: cost of each row's rounds so far, 0 without a cost table; of a pooled row that of all
-      rows together.
+    spent: cost of each row's rounds so far, 0 without a cost table.
     """
 
     base: GenerateState
@@ -227,25 +226,13 @@ def _widths(speculator: Speculator, state: SpecState, confidence):
     if speculator.cost is None:
         return jnp.full(state.spent.shape, speculator.drafts, jnp.int32), state.spent
     base, cost, pooled = state.base, speculator.cost, state.base.requests.pooled
-    running, count = ~base.done, base.count.astype(jnp.float32)
     # The first token came without a round; it counts as a plain step.
-    width = choose_widths(confidence, cost, count / (cost[0] + state.spent))
-    paid = cost[width]
+    rate = base.count.astype(jnp.float32) / (cost[0] + state.spent)
+    width = choose_widths(confidence, cost, rate)
     if pooled is not None:
-        sharing = pooled & running
-        rate = count / (tokens_cost(jnp.int32(count.shape[0]), cost) + state.spent)
-        others = jnp.where(running, jnp.where(pooled, 0, width) + 1, 0)
-        shared = share_widths(
-            confidence,
-            sharing,
-            others.sum(dtype=jnp.int32),
-            cost,
-            jnp.where(sharing, rate, 0).sum(),
-        )
-        width = jnp.where(pooled, shared, width)
-        read = jnp.where(running, width + 1, 0).sum(dtype=jnp.int32)
-        paid = jnp.where(pooled, tokens_cost(read, cost), paid)
-    return width, jnp.where(running, state.spent + paid, state.spent)
+        read = jnp.where(base.done, 0, jnp.where(pooled, 0, width) + 1)
+        width = jnp.where(pooled, share_widths(confidence, pooled & ~base.done, read, cost), width)
+    return width, jnp.where(base.done, state.spent, state.spent + cost[width])
 
 
 def _commit(base: GenerateState, drafts, accepted, following, logits):

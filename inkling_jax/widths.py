@@ -40,39 +40,40 @@ def choose_widths(
 def share_widths(
     confidence: Float[Array, "B n"],
     sharing: Bool[Array, " B"],
-    read: Int[Array, ""],
+    read: Int[Array, " B"],
     cost: Float[Array, " m"],
-    rate: Float[Array, ""],
 ) -> Int[Array, " B"]:
     """Returns how many of its n drafts each row verifies where rows share one budget.
 
-    That is the global top of all survival products, as many as bring the most beyond λ times what
-    they cost together. It is looked for anew for each j, with forecasts in place of what only
-    confidences from j + 1 on would tell: a draft has no say in its own verification here either.
+    That is the global top of all survival products, as many as give the round most tokens per time:
+    over many rows one round's ratio is close to that of all. It is looked for anew for each j, with
+    forecasts in place of what only confidences from j + 1 on would tell: here too, a draft has no
+    say in whether it is verified.
 
     Args:
       confidence, cost: as `choose_widths` takes them.
-      sharing: the rows; others verify nothing.
-      read: tokens that the round reads of all rows, shared drafts aside.
-      rate: λ, tokens of the sharing rows per unit of cost.
+      sharing: the rows; the result is 0 for others.
+      read: tokens that the round reads of each row, shared drafts aside: 1 where it shares.
     """
     rows, n = confidence.shape
     survival = jnp.cumprod(confidence, axis=1)
-    width = jnp.zeros(rows, jnp.int32)
+    alive = jnp.pad(survival, ((0, 0), (1, 0)), constant_values=1.0)
+    expected = jnp.where(jnp.arange(n + 1) < read[:, None], alive, 0.0).sum()
+    tokens, width = read.sum(dtype=jnp.int32), jnp.zeros(rows, jnp.int32)
     for j in range(n):
         candidate = sharing & (width == j)
         power = jnp.arange(n - j, dtype=jnp.float32)
         forecast = survival[:, j, None] * confidence[:, j, None] ** power  # of j and those behind
-        gains = jnp.where(candidate[:, None], forecast, 0.0).ravel()
-        top = (gains >= gains[:, None]) & (gains > 0)  # [i]: all that bring what i does, or more
-        total = jnp.where(top, gains, 0.0).sum(axis=1)
-        so_far = read + width.sum(dtype=jnp.int32)
-        more = tokens_cost(so_far + top.sum(axis=1, dtype=jnp.int32), cost) - tokens_cost(
-            so_far, cost
-        )
-        net = total - rate * more
-        least = jnp.where(net.max() > 0, gains[jnp.argmax(net)], jnp.inf)
-        width += (candidate & (survival[:, j] >= least)).astype(jnp.int32)
+        gain = jnp.where(candidate[:, None], forecast, 0.0).ravel()
+        top = (gain >= gain[:, None]) & (gain > 0)  # [i]: all that bring what i does, or more
+        more = jnp.where(top, gain, 0.0).sum(axis=1)
+        rate = (expected + more) / tokens_cost(tokens + top.sum(axis=1, dtype=jnp.int32), cost)
+        pays = rate.max() > expected / tokens_cost(tokens, cost)
+        least = jnp.where(pays, gain[jnp.argmax(rate)], jnp.inf)
+        verified = candidate & (forecast[:, 0] >= least)
+        width += verified.astype(jnp.int32)
+        tokens += verified.sum(dtype=jnp.int32)
+        expected += jnp.where(verified, survival[:, j], 0.0).sum()
     return width
 
 
