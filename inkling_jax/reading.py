@@ -120,7 +120,7 @@ def read_prompts(
     context = speculator and by_row(_init_context(speculator.config, rows, capacity, dtype))
     logits = by_row(jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32))
     if current_mesh() is None:  # committed, as later chunks find it: they share its program
-        here = params["embed"]["weight"].get_value().sharding
+        here = jax.tree.leaves(params["embed"])[0].sharding
         logits, cache, context = jax.device_put((logits, cache, context), here)
     at = 0
     for bucket in prefill_chunks(width):
