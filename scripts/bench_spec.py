@@ -94,7 +94,7 @@ def measure_acceptance(
     for i, (kind, length, temperature) in enumerate(steps):
         now = time.monotonic()
         setting = ij.SamplingParams(
-            temperature=temperature, max_tokens=TOKENS + 1, ignore_eos=length == FIXED
+            temperature=temperature, max_tokens=TOKENS + 1, ignore_eos=length == FIXED, logprobs=0
         )
         share = now + (end - now) / (len(steps) - i)
         figures = acceptance(engine, kind, source, setting, args.tokens, share)

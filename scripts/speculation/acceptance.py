@@ -36,6 +36,7 @@ def acceptance(
             break
     rounds = np.array([len(o.stats["rounds"]) for o in outputs])
     counts = np.array([len(o.token_ids) - 1 for o in outputs])  # the first comes from the prompt
+    logprobs = [token.logprob for o in outputs for token in o.logprobs or ()]
     entries = [entry for o in outputs for entry in o.stats["rounds"]]
     accepted = np.array([entry["accepted"] for entry in entries])
     proposed = np.array([entry["proposed"] for entry in entries])
@@ -43,6 +44,7 @@ def acceptance(
     return {
         "prompts": len(outputs),
         "tokens": int(counts.sum()),
+        "nats_per_token": round(-float(np.mean(logprobs)), 3),
         "acceptance_length": round(float(counts.sum() / rounds.sum()), 3),
         "interval": middle(rates(counts, rounds)),
         "acceptance_by_position": [
