@@ -87,17 +87,15 @@ def measure_speed(
 def measure_acceptance(
     engine: ij.Engine, source: batches.Source, args: argparse.Namespace, end: float
 ) -> Iterator[dict[str, Any]]:
-    """Yields acceptance by kind and temperature, a fair share of the time for each."""
+    """Yields acceptance by kind and temperature."""
     found: dict[str, Any] = {"acceptance": {}}
     lengths = [(kind, WHOLE) for kind in KINDS] + [(kind, FIXED) for kind in ASKED]
     steps = [(*step, temperature) for step in lengths for temperature in TEMPERATURES]
-    for i, (kind, length, temperature) in enumerate(steps):
-        now = time.monotonic()
+    for kind, length, temperature in steps:
         setting = ij.SamplingParams(
             temperature=temperature, max_tokens=TOKENS + 1, ignore_eos=length == FIXED, logprobs=0
         )
-        share = now + (end - now) / (len(steps) - i)
-        figures = acceptance(engine, kind, source, setting, args.tokens, share)
+        figures = acceptance(engine, kind, source, setting, args.tokens, end)
         name = f"{kind}, temperature {temperature:g}"
         found["acceptance"].setdefault(name, {})[length] = figures
         print(f"{name}, {length}: {figures}", flush=True)

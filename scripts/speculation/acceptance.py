@@ -9,8 +9,9 @@ import numpy as np
 from nano import batches
 
 import inkling_jax as ij
-from inkling_jax.engine import MAX_ROWS
 from speculation.prompts import draw, middle, rates
+
+ROWS = 8  # with a block of 8 tokens each as many as the experts' kernel takes
 
 
 def acceptance(
@@ -28,8 +29,8 @@ def acceptance(
     outputs: list[ij.GenerationOutput] = []
     prompts = draw(kind, source)
     while sum(len(o.token_ids) - 1 for o in outputs) < tokens:
-        batch = list(itertools.islice(prompts, MAX_ROWS))
-        seeds = range(len(outputs), len(outputs) + MAX_ROWS)
+        batch = list(itertools.islice(prompts, ROWS))
+        seeds = range(len(outputs), len(outputs) + ROWS)
         settings = [dataclasses.replace(setting, seed=seed) for seed in seeds]
         outputs += engine.generate(batch, settings)
         if time.monotonic() > end:
