@@ -31,7 +31,6 @@ TEMPERATURES = (1.0, 0.0)
 TOKENS = 128
 WHOLE, FIXED = "whole replies", f"{TOKENS} tokens"  # the second goes on behind a stop id
 CONTEXT = 640  # holds the longest prompt and its reply, so that one program serves all
-FEW = 8  # prompts of the first figures of speed
 
 
 def main() -> None:
@@ -61,27 +60,25 @@ def main() -> None:
 def measure_speed(
     engine: ij.Engine, source: batches.Source, args: argparse.Namespace, end: float
 ) -> Iterator[dict[str, Any]]:
-    """Yields speed by kind and temperature: of a few prompts first, then of all, also adaptive."""
-    drafter = engine.speculator
-    loops = {PLAIN: None} | {str(width): verifying(drafter, width) for width in args.widths}
-    widest = verifying(drafter, drafter.drafts)
+    """Yields speed by kind and temperature: each loop on the same prompts."""
+    widest = verifying(engine.speculator, engine.speculator.drafts)
     replies = Replies(engine, widest, CONTEXT, TOKENS + 1)
     compile_all(replies, source)
-    found: dict[str, Any] = {"speed": {}}
-    for count in (FEW, args.prompts):
-        for kind in ASKED:
-            prompts = some(kind, source, count)
-            for temperature in TEMPERATURES:
-                name = f"{kind}, temperature {temperature:g}"
-                found["speed"][name] = compare(replies, loops, prompts, temperature)
-                for loop, figures in found["speed"][name].items():
-                    print(f"{name}, drafts {loop}: {figures}", flush=True)
-                yield found
-                if time.monotonic() > end:
-                    return
-        if "auto" not in loops:
-            loops["auto"] = with_costs(engine.params, engine.config, widest)
-            found["cost_by_width"] = loops["auto"].cost.round(2).tolist()
+    auto = with_costs(engine.params, engine.config, widest)
+    fixed = {str(width): verifying(widest, width) for width in args.widths}
+    loops = {PLAIN: None, **fixed, "auto": auto}
+    found: dict[str, Any] = {"cost_by_width": auto.cost.round(2).tolist(), "speed": {}}
+    print(f"costs by width: {found['cost_by_width']}", flush=True)
+    for kind in ASKED:
+        prompts = some(kind, source, args.prompts)
+        for temperature in TEMPERATURES:
+            name = f"{kind}, temperature {temperature:g}"
+            found["speed"][name] = compare(replies, loops, prompts, temperature)
+            for loop, figures in found["speed"][name].items():
+                print(f"{name}, drafts {loop}: {figures}", flush=True)
+            yield found
+            if time.monotonic() > end:
+                return
 
 
 def measure_acceptance(

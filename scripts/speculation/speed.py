@@ -1,7 +1,7 @@
 """Speed of one row from its first token to the end of its reply, beside plain decoding.
 
-The loops are the engine's own, all from the same state, and a table of costs fixes how many drafts
-one of them verifies, so that two programs serve all.
+The loops are the engine's own; a table of costs fixes how many drafts one of them verifies, so that
+two programs serve all.
 """
 
 import concurrent.futures
@@ -64,9 +64,9 @@ class Replies:
     def finish(
         self, state: decoding.State, speculator: Speculator | None
     ) -> tuple[int, int, float]:
-        """Decodes to the end of the reply; returns tokens, rounds and seconds."""
-        state = jax.tree.map(jnp.copy, state if speculator else decoding.base(state))
-        done = np.asarray(decoding.base(jax.block_until_ready(state)).done)
+        """Decodes to the end of the reply, using up its state: tokens, rounds and seconds."""
+        state = jax.block_until_ready(state if speculator else decoding.base(state))
+        done = np.asarray(decoding.base(state).done)
         params, config = self.engine.params, self.engine.config
         start = time.perf_counter()
         _, seen = decoding.advance(params, config, speculator, state, done, BLOCK_STEPS, 0)
@@ -95,10 +95,11 @@ def verifying(speculator: Speculator, drafts: int) -> Speculator:
 
 def compile_all(replies: Replies, source: batches.Source) -> None:
     """Compiles all programs, at the same time where Python lets them."""
-    blank, began = replies.blank(), time.monotonic()
-    loops = {"plain": None, "speculative": replies.speculator}
+    began, loops = time.monotonic(), {"plain": None, "speculative": replies.speculator}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        running = {pool.submit(replies.finish, blank, loops[name]): name for name in loops}
+        running = {
+            pool.submit(replies.finish, replies.blank(), loops[name]): name for name in loops
+        }
         for kind in ASKED:
             [prompt] = some(kind, source, 1)
             running[pool.submit(replies.begin, prompt, 1.0, 0)] = f"reading {kind}"
@@ -120,9 +121,9 @@ def compare(
     """
     found: dict[str, list[tuple[int, int, float]]] = {name: [] for name in loops}
     for seed, prompt in enumerate(prompts):
-        state = replies.begin(prompt, temperature, seed)
-        if not decoding.base(state).done.all():
-            for name, speculator in loops.items():
+        for name, speculator in loops.items():
+            state = replies.begin(prompt, temperature, seed)
+            if not decoding.base(state).done.all():
                 found[name].append(replies.finish(state, speculator))
     return {name: _summary(np.array(each), np.array(found[PLAIN])) for name, each in found.items()}
 
