@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from inkling_jax import speculative
+from inkling_jax import decoding, speculative
 from inkling_jax.cache import init_cache
 from inkling_jax.config import Config
 from inkling_jax.draft_layers import init_context
@@ -110,4 +110,4 @@ def _state(config: Config, speculator: Speculator, dtype):
         jnp.full(rows, ROUNDS * ahead, jnp.int32),
     )
     logits = jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32)
-    return speculative.begin(logits, cache, context, requests)[0]
+    return decoding.begin(logits, cache, context, requests, 0)[0]

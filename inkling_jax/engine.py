@@ -258,9 +258,12 @@ class Engine:
         for i, row in enumerate(rows):
             stop_ids[i, : len(row.stop_ids)] = sorted(row.stop_ids)
         budget = np.array([*budgets, *[0] * idle], np.int32)
+        unseeded = np.array([row.sampling.seed is None for row in rows] + [False] * idle)
+        chooses = self.speculator is not None and self.speculator.cost is not None
         return Requests(
             Sampling.stack(settings), keys_from_seeds(seeds), jnp.asarray(stop_ids),
             jnp.asarray(budget),
+            jnp.asarray(unseeded) if chooses and unseeded.sum() > 1 else None,
         )  # fmt: skip
 
 

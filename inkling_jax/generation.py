@@ -30,12 +30,15 @@ class Requests:
     keys: one random key per request, the same for all its tokens.
     stop_ids: ids that end a row, filled up with -1.
     budget: the most tokens a row may generate.
+    pooled: rows without a seed of their own: of them speculation chooses together how many drafts
+      to verify. None where no row is; such a loop is compiled without that choice.
     """
 
     sampling: Sampling
     keys: Key[Array, " B"]
     stop_ids: Int[Array, "B m"]
     budget: Int[Array, " B"]
+    pooled: Bool[Array, " B"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ from inkling_jax.generation import Tokens
 from inkling_jax.model import encode_image
 from inkling_jax.prompts import Prompt
 from inkling_jax.proposing import Speculator
-from sharding.mesh import batch_parts
+from sharding.mesh import batch_parts, current_mesh
 from sharding.partition import by_row, everywhere
 
 PREFILL_BUCKETS = (32, 128, 512, 2048)
@@ -119,6 +119,9 @@ def read_prompts(
     cache = _init_cache(config.text, rows, capacity, max_block, dtype)
     context = speculator and by_row(_init_context(speculator.config, rows, capacity, dtype))
     logits = by_row(jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32))
+    if current_mesh() is None:  # committed, as later chunks find it: they share its program
+        here = jax.tree.leaves(params["embed"])[0].sharding
+        logits, cache, context = jax.device_put((logits, cache, context), here)
     at = 0
     for bucket in prefill_chunks(width):
         chunk = _window(tokens, at, bucket)

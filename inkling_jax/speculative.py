@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from inkling_jax import generation
 from inkling_jax.cache import Cache, init_cache, rollback
@@ -30,7 +30,7 @@ from inkling_jax.sampling import (
     finite,
     logprobs,
 )
-from inkling_jax.widths import choose_widths
+from inkling_jax.widths import choose_widths, share_widths
 
 
 @jax.tree_util.register_dataclass
@@ -191,11 +191,15 @@ def generate(
     *,
     stop_ids: Int[Array, "B m"] | None = None,
     budget: Int[Array, " B"] | None = None,
+    pooled: Bool[Array, " B"] | None = None,
     features: Float[Array, "P D"] | None = None,
     image_index: Int[Array, "B T"] | None = None,
     alternatives: int = 0,
 ) -> tuple[Tokens, SpecState, Rounds]:
-    """Continues prompts as `generation.generate` does, and tells what each round did."""
+    """Continues prompts as `generation.generate` does, and tells what each round did.
+
+    `pooled` rows, see `Requests`, share what `speculator.cost` lets them verify.
+    """
     rows, width = tokens.shape
     if stop_ids is None:
         stop_ids = jnp.tile(jnp.array(config.text.eos_token_id, jnp.int32), (rows, 1))
@@ -208,7 +212,7 @@ def generate(
     logits, cache, context = prefill(
         params, config, speculator, tokens, lengths, cache, context, features, image_index
     )
-    requests = Requests(sampling, keys, stop_ids, jnp.minimum(budget, max_new))
+    requests = Requests(sampling, keys, stop_ids, jnp.minimum(budget, max_new), pooled)
     state, first = begin(logits, cache, context, requests, alternatives)
     state, rest, rounds = decode_block(
         params, config, speculator, state, max_new - 1, max_new - 1, alternatives
@@ -221,11 +225,14 @@ def _widths(speculator: Speculator, state: SpecState, confidence):
     """Returns (how many drafts each row verifies, what its rounds have cost with this one)."""
     if speculator.cost is None:
         return jnp.full(state.spent.shape, speculator.drafts, jnp.int32), state.spent
-    cost = speculator.cost
+    base, cost, pooled = state.base, speculator.cost, state.base.requests.pooled
     # The first token came without a round; it counts as a plain step.
-    rate = state.base.count.astype(jnp.float32) / (cost[0] + state.spent)
+    rate = base.count.astype(jnp.float32) / (cost[0] + state.spent)
     width = choose_widths(confidence, cost, rate)
-    return width, jnp.where(state.base.done, state.spent, state.spent + cost[width])
+    if pooled is not None:
+        read = jnp.where(base.done, 0, jnp.where(pooled, 0, width) + 1)
+        width = jnp.where(pooled, share_widths(confidence, pooled & ~base.done, read, cost), width)
+    return width, jnp.where(base.done, state.spent, state.spent + cost[width])
 
 
 def _commit(base: GenerateState, drafts, accepted, following, logits):

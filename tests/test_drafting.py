@@ -57,6 +57,25 @@ def test_the_reply_to_a_chunked_prompt_is_that_without_a_drafter(plain, drafted)
     assert pieces[-1].output.stats["rounds"] == stats["rounds"]
 
 
+def test_rows_without_a_seed_share_what_pays(plain, drafted, monkeypatch):
+    seen = []
+    begin = engine.decoding.begin
+
+    def note(logits, cache, context, requests, alternatives):
+        seen.append(requests.pooled)
+        return begin(logits, cache, context, requests, alternatives)
+
+    monkeypatch.setattr(engine.decoding, "begin", note)
+    seeded = dataclasses.replace(GREEDY, seed=1)
+    prompts = [PROMPT[:3], PROMPT[:4], PROMPT[:5]]
+    want = [output.token_ids for output in plain.generate(prompts, GREEDY)]
+    got = drafted.generate(prompts, [GREEDY, seeded, GREEDY])
+    assert [output.token_ids for output in got] == want
+    drafted.generate(prompts[:2], [GREEDY, seeded])
+    np.testing.assert_array_equal(seen[1], [True, False, True, False])  # the last one is idle
+    assert seen[0] is None and seen[2] is None  # no drafter; one row alone has no one to share with
+
+
 def test_a_shorter_prompt_finds_nothing_of_the_longer_one_before(plain, drafted):  # CS-07
     [want] = plain.generate([[4, 6]], GREEDY)
     drafted.generate([PROMPT], GREEDY)

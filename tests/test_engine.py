@@ -263,6 +263,16 @@ def test_nothing_compiles_after_warm_up(engine):
     assert seen  # the listener does hear compilations
 
 
+def test_all_chunks_of_a_prompt_share_a_program():
+    """With parameters that are committed to a device, as loaded ones are."""
+    params = jax.device_put(tiny_params(), jax.devices()[0])
+    engine = Engine(params, TINY, stop_ids=TINY.text.eos_token_id, context=64)
+    engine.generate([[5]], GREEDY)
+    with compilations() as seen:
+        engine.generate([[1 + i % 39 for i in range(8 + 8)]], GREEDY)
+    assert not seen
+
+
 def test_generate_inside_the_users_own_jit():
     """One program, and nothing leaves the device before its end."""
     rows = len(PROMPTS)

@@ -1,5 +1,6 @@
 """The speculative loop: the target's own output, whatever is drafted, accepted or refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -118,6 +119,30 @@ def test_a_seed_gives_the_same_text_in_any_company(cost):
     assert len(widths) > 1 if cost is COST else widths == {DRAFTS}
 
 
+# Of all rows' tokens, each beyond five costs 0.05: some drafts pay, in company fewer than alone.
+SHARED = np.array([1.0, 1.05, 1.1, 1.15, 1.2])
+
+
+def test_rows_that_share_a_budget_give_their_greedy_text():
+    options = auto(SHARED) | {"pooled": jnp.ones(ROWS, bool)}
+    tokens, _, rounds = run(drafted, PROMPTS, GREEDY, NEW, lengths=LENGTHS, **options)
+    np.testing.assert_array_equal(tokens.ids, greedy().ids)
+    _, _, own = run(drafted, PROMPTS, GREEDY, NEW, lengths=LENGTHS, **auto(SHARED))
+    assert len(set(np.unique(rounds.proposed)) - {-1}) > 2
+    assert np.maximum(rounds.proposed, 0).sum() < np.maximum(own.proposed, 0).sum()
+
+
+def test_a_row_with_a_seed_does_not_notice_rows_that_share():
+    alone, _, rounds = run(drafted, PROMPTS, SETTINGS, NEW, range(4), LENGTHS, **auto(SHARED))
+    pooled = jnp.array([True, False, True, True])
+    options = auto(SHARED) | {"pooled": pooled}
+    for seeds in ([0, 1, 2, 3], [7, 1, 8, 9]):
+        got, _, found = run(drafted, PROMPTS, SETTINGS, NEW, seeds, LENGTHS, **options)
+        np.testing.assert_array_equal(got.ids[1], alone.ids[1])
+        np.testing.assert_array_equal(found.proposed[1], rounds.proposed[1])
+    assert not np.array_equal(found.proposed, rounds.proposed)
+
+
 @functools.cache
 def programs():
     """prefill, begin and a block of one round, the state donated."""
@@ -212,6 +237,8 @@ def test_refused_drafts_leave_the_same_bits_as_drafts_never_made():
 
 def test_the_loop_is_one_while_without_branches():
     state, _ = jax.eval_shape(lambda: start(SETTINGS))
+    pooled = dataclasses.replace(state.base.requests, pooled=jnp.ones(ROWS, bool))
+    state = dataclasses.replace(state, base=dataclasses.replace(state.base, requests=pooled))
     spec = speculator(DRAFTS, COST)
     text = str(
         jax.make_jaxpr(

@@ -55,6 +55,7 @@ SETTINGS = [
 ]
 PROMPT = np.array([[2, 0, 1, 1, 3]], np.int32)
 COST = [1.0, 1.45, 1.9]  # one draft, two or none, by the confidences
+SHARED = [1.0, 1.002, 1.004]  # the same where all rows of a batch share the drafts that pay
 ROWS, CALLS = 240, 60
 COPIES = ROWS // len(SETTINGS)
 
@@ -84,7 +85,7 @@ def exact() -> np.ndarray:
     return np.stack(found)
 
 
-def count(check: bool = True) -> np.ndarray:
+def count(check: bool = True, pooled: bool = False) -> np.ndarray:
     """Counts of the sequences that the compiled loop gives, [settings, 4, 4, 4, 4]."""
     params, drafter = tiny_params(CONFIG), init_drafter(DRAFTER, jax.random.key(9))
     # confidences that depend on the token before, so on what was drafted
@@ -92,13 +93,15 @@ def count(check: bool = True) -> np.ndarray:
     sure = jnp.array([-1.0, 1.0, -0.3, 0.5])
     drafter["markov"]["w1"] = table.replace(table[...].at[:, 0].set(sure))
     drafter["confidence"]["weight"] = weight.replace(jnp.zeros((1, 40)).at[0, 32].set(6.0))
-    spec = Speculator(drafter, DRAFTER, DRAFTS, jnp.asarray(COST, jnp.float32))
+    cost = jnp.asarray(SHARED if pooled else COST, jnp.float32)
+    spec = Speculator(drafter, DRAFTER, DRAFTS, cost)
     settings = [s for s in SETTINGS for _ in range(COPIES)]
     generate = jax.jit(
         lambda params, spec, keys: speculative.generate(
             params, CONFIG, spec, jnp.repeat(jnp.asarray(PROMPT), ROWS, axis=0),
             jnp.full(ROWS, PROMPT.shape[1], jnp.int32), Sampling.stack(settings), keys, NEW,
             stop_ids=jnp.full((ROWS, 1), -1, jnp.int32),
+            pooled=jnp.ones(ROWS, bool) if pooled else None,
         )
     )  # fmt: skip
     found = np.zeros((len(SETTINGS), *(SYMBOLS,) * NEW))
@@ -130,9 +133,10 @@ def p_values(counts: np.ndarray) -> np.ndarray:
     return np.array(found)
 
 
-def test_the_joint_distribution_of_four_tokens_is_the_targets():
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_joint_distribution_of_four_tokens_is_the_targets(pooled):
     np.testing.assert_allclose(exact().sum(axis=(1, 2, 3, 4)), 1, atol=1e-5)
-    assert p_values(count()).min() > 1e-4
+    assert p_values(count(pooled=pooled)).min() > 1e-4
 
 
 def always(draft_tokens, q, p, n_valid, uniform, noise):
@@ -156,11 +160,12 @@ def test_planted_errors_are_noticed(monkeypatch, wrong):
     assert p_values(count(check=False)).min() < 1e-6
 
 
-def test_a_width_chosen_by_later_confidences_is_noticed(monkeypatch):
+@pytest.mark.parametrize(("rule", "pooled"), [("choose_widths", False), ("share_widths", True)])
+def test_a_width_chosen_by_later_confidences_is_noticed(monkeypatch, rule, pooled):
     """Verifying a draft only if the one after it looks likely to be accepted biases the output."""
 
-    def peeking(confidence, cost, rate):
+    def peeking(confidence, *_):
         return jnp.where(confidence[:, 1] > 0.5, 2, 0).astype(jnp.int32)
 
-    monkeypatch.setattr(speculative, "choose_widths", peeking)
-    assert p_values(count(check=False)).min() < 1e-6
+    monkeypatch.setattr(speculative, rule, peeking)
+    assert p_values(count(check=False, pooled=pooled)).min() < 1e-6

@@ -1,0 +1,1 @@
+"""What bench_spec.py measures of speculative decoding."""

@@ -1,0 +1,150 @@
+"""Speed of one row from its first token to the end of its reply, beside plain decoding.
+
+The loops are the engine's own; a table of costs fixes how many drafts one of them verifies, so that
+two programs serve all.
+"""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from nano import batches
+
+import inkling_jax as ij
+from inkling_jax import decoding
+from inkling_jax.cache import init_cache
+from inkling_jax.draft_layers import init_context
+from inkling_jax.drafting import NEVER
+from inkling_jax.engine import BLOCK_STEPS
+from inkling_jax.generation import Requests
+from inkling_jax.prompts import make_prompt
+from inkling_jax.proposing import Speculator
+from inkling_jax.reading import read_prompts
+from inkling_jax.sampling import Sampling, keys_from_seeds
+from speculation.prompts import ASKED, Prompt, middle, rates, some
+
+PLAIN = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replies:
+    """A model whose replies are timed.
+
+    speculator: what prompts are read with.
+    context: tokens of a prompt and its reply, at most; tokens: of the reply.
+    """
+
+    engine: ij.Engine
+    speculator: Speculator
+    context: int
+    tokens: int
+
+    def begin(self, prompt: Prompt, temperature: float, seed: int) -> decoding.State:
+        """Reads a prompt and draws the first token."""
+        engine, made = self.engine, make_prompt(self.engine.config, self.engine.tokenizer, prompt)
+        read = read_prompts(
+            engine.params, engine.config, [made], *self._room, None, self.speculator
+        )
+        return decoding.begin(*read, self._requests(temperature, seed), 0)[0]
+
+    def blank(self) -> decoding.State:
+        """Returns a state of the shapes that `begin` gives, without reading anything."""
+        config, dtype = self.engine.config.text, self.engine.params["embed"]["weight"].dtype
+        cache = init_cache(config, 1, *self._room, dtype)
+        context = init_context(self.speculator.config, 1, self._room[0], dtype)
+        logits = jnp.zeros((1, config.unpadded_vocab_size), jnp.float32)
+        read = jax.device_put((logits, cache, context), jax.devices()[0])  # as what was computed
+        return decoding.begin(*read, self._requests(1.0, 0), 0)[0]
+
+    def finish(
+        self, state: decoding.State, speculator: Speculator | None
+    ) -> tuple[int, int, float]:
+        """Decodes to the end of the reply, using up its state: tokens, rounds and seconds."""
+        state = jax.block_until_ready(state if speculator else decoding.base(state))
+        done = np.asarray(decoding.base(state).done)
+        params, config = self.engine.params, self.engine.config
+        start = time.perf_counter()
+        _, seen = decoding.advance(params, config, speculator, state, done, BLOCK_STEPS, 0)
+        seen = jax.device_get(seen)
+        seconds = time.perf_counter() - start
+        tokens = int((seen.tokens.ids >= 0).sum())
+        return tokens, int((seen.rounds.proposed >= 0).sum()) if seen.rounds else tokens, seconds
+
+    @property
+    def _room(self) -> tuple[int, int]:
+        drafts = self.speculator.drafts
+        return self.context + drafts, 1 + drafts
+
+    def _requests(self, temperature: float, seed: int) -> Requests:
+        setting = ij.SamplingParams(temperature=temperature)
+        stop_ids = jnp.array([self.engine.stop_ids], jnp.int32)
+        budget = jnp.array([self.tokens], jnp.int32)
+        return Requests(Sampling.stack([setting]), keys_from_seeds([seed]), stop_ids, budget)
+
+
+def verifying(speculator: Speculator, drafts: int) -> Speculator:
+    """Returns a speculator that lets costs choose, and chooses always the same."""
+    cost = np.where(np.arange(speculator.drafts + 1) <= drafts, 1.0, NEVER)
+    return dataclasses.replace(speculator, cost=jnp.asarray(cost, jnp.float32))
+
+
+def compile_all(replies: Replies, source: batches.Source) -> None:
+    """Compiles all programs, at the same time where Python lets them."""
+    began, loops = time.monotonic(), {"plain": None, "speculative": replies.speculator}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = {
+            pool.submit(replies.finish, replies.blank(), loops[name]): name for name in loops
+        }
+        for kind in ASKED:
+            [prompt] = some(kind, source, 1)
+            running[pool.submit(replies.begin, prompt, 1.0, 0)] = f"reading {kind}"
+        for future in concurrent.futures.as_completed(running):
+            future.result()
+            print(f"{running[future]}: {time.monotonic() - began:.0f} s to compile", flush=True)
+
+
+def compare(
+    replies: Replies,
+    loops: dict[str, Speculator | None],
+    prompts: Sequence[Prompt],
+    temperature: float,
+) -> dict[str, dict[str, Any]]:
+    """Returns each loop's speed on the same prompts.
+
+    A line through the replies' seconds over their rounds parts the time of a round (of a token
+    without drafts) from what a call costs once.
+    """
+    found: dict[str, list[tuple[int, int, float]]] = {name: [] for name in loops}
+    for seed, prompt in enumerate(prompts):
+        for name, speculator in loops.items():
+            state = replies.begin(prompt, temperature, seed)
+            if not decoding.base(state).done.all():
+                found[name].append(replies.finish(state, speculator))
+    return {name: _summary(np.array(each), np.array(found[PLAIN])) for name, each in found.items()}
+
+
+def _summary(timed: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
+    """Sums up replies [n, 3] of one loop, beside the same of the plain one."""
+    tokens, rounds, seconds = timed.T
+    plain_tokens, _, plain_seconds = plain.T
+    speed = tokens.sum() / seconds.sum()
+    slope, once = np.polyfit(rounds, seconds, 1)
+    figures = {
+        "tokens_per_second": speed,
+        "tokens_per_round": tokens.sum() / rounds.sum(),
+        "ms_per_round": 1e3 * slope,
+        "ms_per_call": 1e3 * once,
+        "times_plain": speed / (plain_tokens.sum() / plain_seconds.sum()),
+    }
+    ratios = rates(tokens, seconds) / rates(plain_tokens, plain_seconds)
+    return {
+        "prompts": len(tokens),
+        "tokens": int(tokens.sum()),
+        **{name: round(float(value), 3) for name, value in figures.items()},
+        "times_plain_interval": middle(ratios),
+    }
