@@ -42,6 +42,7 @@ from scripts.decode_step.parts import (
     random_params,
     smoke_size,
 )
+from scripts.decode_step.profile import ms_by_kernel
 from scripts.decode_step.programs import (
     Case,
     Program,
@@ -111,6 +112,7 @@ def measure(case: Case, program: Program, params: nnx.State, context: int) -> di
     tokens = far_apart(case.tokens) % case.part.config.text.unpadded_vocab_size
     carry = (tokens, random_cache(case.part, max(case.contexts), context))
     times = [1e3 * t for t in step_seconds(program.run, carry, params, ROOM // MAX_BLOCK)]
+    by_kernel = ms_by_kernel(lambda: program.run(carry, params, jnp.int32(FEW)), FEW)
     of_step, of_layers = program.launches
     return {
         "part": case.part.name,
@@ -122,6 +124,7 @@ def measure(case: Case, program: Program, params: nnx.State, context: int) -> di
         "launches": of_step,
         "launches_per_layer": of_layers / case.part.config.text.num_hidden_layers,
         "chosen": program.chosen,
+        "ms_by_kernel": by_kernel,
     }
 
 
@@ -201,15 +204,31 @@ def plot(result: dict[str, Any], target: Path) -> None:
 
     rows = result["rows"]
     names = [f"{r['part']} {r['path']}\n{r['tokens']} tok, {r['context']}" for r in rows]
-    figure, axes = pyplot.subplots(figsize=(3 + 0.7 * len(rows), 5), layout="constrained")
-    axes.bar(names, [r["ms"] for r in rows], label="measured")
-    axes.bar(names, [r.get("floor_ms", 0) for r in rows], label="bytes at the read rate")
-    axes.set_yscale("log")
-    axes.set_ylabel("ms per step")
-    axes.set_title(f"decode on one {result['device']}, collectives left out")
-    axes.tick_params(axis="x", labelrotation=90)
-    axes.legend()
+    size = (3 + 0.7 * len(rows), 10)
+    figure, (whole, parts) = pyplot.subplots(2, figsize=size, layout="constrained", sharex=True)
+    whole.bar(names, [r["ms"] for r in rows], label="measured")
+    whole.bar(names, [r.get("floor_ms", 0) for r in rows], label="bytes at the read rate")
+    whole.set_yscale("log")
+    whole.set_title(f"decode on one {result['device']}, collectives left out")
+    below = np.zeros(len(rows))
+    for kernel, shares in longest_kernels(rows).items():
+        parts.bar(names, shares, bottom=below, label=kernel)
+        below += shares
+    parts.set_title("the same by kernel")
+    parts.tick_params(axis="x", labelrotation=90)
+    for axes in (whole, parts):
+        axes.set_ylabel("ms per step")
+        axes.legend(fontsize="small")
     figure.savefig(target)
+
+
+def longest_kernels(rows: list[dict], most: int = 9) -> dict[str, np.ndarray]:
+    """Milliseconds of each row for the kernels that take the longest in all, and for the rest."""
+    names = {name for row in rows for name in row["ms_by_kernel"]}
+    taken = {n: np.array([row["ms_by_kernel"].get(n, 0.0) for row in rows]) for n in names}
+    order = sorted(names, key=lambda name: -taken[name].sum())
+    shown = {name: taken[name] for name in order[:most]}
+    return shown | {"others": sum((taken[name] for name in order[most:]), np.zeros(len(rows)))}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

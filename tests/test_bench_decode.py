@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from jax.profiler import ProfileData
 
 from scripts import bench_decode
+from scripts.decode_step.profile import summed
 from scripts.decode_step.programs import launches
 
 PROGRAM = """HloModule step
@@ -27,6 +29,41 @@ ENTRY %main (q: (s32[], f32[8])) -> (s32[], f32[8]) {
 
 def test_launches_are_those_of_the_loop_and_its_layers():
     assert launches(PROGRAM) == (3, 2)
+
+
+PROFILE = """
+planes {
+  name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "moe_experts_nvfp4" } }
+  event_metadata { key: 2 value { id: 2 name: "moe_experts_nvfp4__1" } }
+  event_metadata { key: 3 value { id: 3 name: "loop_fusion_12" } }
+  lines {
+    name: "Stream #13(Kernel)"
+    events { metadata_id: 1 duration_ps: 2000000000 }
+    events { metadata_id: 3 duration_ps: 1000000000 }
+    events { metadata_id: 2 duration_ps: 4000000000 }
+  }
+  lines { name: "XLA Ops" events { metadata_id: 1 duration_ps: 9000000000 } }
+}
+planes { name: "/host:CPU" lines { name: "Stream" events { duration_ps: 9000000000 } } }
+"""
+
+
+def test_time_is_added_up_by_kernel_on_the_streams_of_a_gpu():
+    assert summed(ProfileData.from_text_proto(PROFILE), 2) == {
+        "moe_experts_nvfp4": 3.0,
+        "loop_fusion": 0.5,
+    }
+
+
+def test_kernels_beyond_the_longest_are_others():
+    rows = [{"ms_by_kernel": {"a": 1.0, "b": 5.0}}, {"ms_by_kernel": {"c": 2.0, "b": 1.0}}]
+    shown = bench_decode.longest_kernels(rows, most=2)
+    assert {name: list(ms) for name, ms in shown.items()} == {
+        "b": [5.0, 1.0],
+        "c": [0.0, 2.0],
+        "others": [1.0, 0.0],
+    }
 
 
 @pytest.mark.long

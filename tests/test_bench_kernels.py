@@ -21,6 +21,7 @@ from scripts.kernel_cases import (
     Case,
     attention,
     conv_mix,
+    draft_attention,
     limits,
     moe_experts,
     projections,
@@ -44,6 +45,7 @@ TOY = {
     qkv_prep: {"HEADS": 6, "KV_HEADS": 2, "DIM": 8, "RANKS": 4, "SLOTS": 16},
     router: {"HIDDEN": 512, "EXPERTS": 24},
     sampling: {"VOCABULARY": 9000},
+    draft_attention: {"HEADS": 4, "KV_HEADS": 2, "DIM": 32, "LAYERS": 2, "CONTEXTS": (70, 90)},
 }
 
 
@@ -74,7 +76,10 @@ def interpreted(monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     "op",
-    ["moe_experts", "attention", "conv_mix", "project", "qkv_prep", "router", "sampling"],
+    [
+        *("moe_experts", "attention", "conv_mix", "project", "qkv_prep", "router", "sampling"),
+        "draft_attention",
+    ],
 )
 def test_every_variant_runs_and_is_right(op, tmp_path, monkeypatch):
     variants = {(case.op, case.variant): case for case in kernel_cases.cases()}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from scripts.kernel_cases import (
     attention,
     conv_mix,
+    draft_attention,
     limits,
     moe_experts,
     projections,
@@ -19,6 +20,9 @@ __all__ = ["Case", "cases"]
 
 def cases() -> Iterator[Case]:
     """Yields all rows by importance; the first is the read ceiling."""
-    modules = limits, moe_experts, attention, projections, conv_mix, qkv_prep, router, sampling
+    modules = (
+        limits, moe_experts, attention, projections, conv_mix, qkv_prep, router, sampling,
+        draft_attention,
+    )  # fmt: skip
     rows = [case for module in modules for case in module.cases()]
     yield from sorted(rows, key=lambda case: case.compared)

@@ -1,5 +1,7 @@
 """torch's `flex_attention` on the inputs of decode attention, where torch sees a GPU."""
 
+import os
+import tempfile
 from typing import Any
 
 import jax
@@ -38,6 +40,9 @@ def timed(q: jax.Array, shared: dict, caches: tuple) -> tuple[jax.Array, list[fl
     Raises:
       ImportError: torch is not installed or has no GPU.
     """
+    # Compiled code is kept where torch cannot always write.
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ[name] = os.environ.get(name) or tempfile.mkdtemp()
     import torch
 
     if not torch.cuda.is_available():
@@ -49,12 +54,13 @@ def timed(q: jax.Array, shared: dict, caches: tuple) -> tuple[jax.Array, list[fl
     start = int(shared["start"][0])
     context = start + q.shape[1]
     options = {name: given(shared[name]) for name in ("r", "proj", "sink", "gate")}
+    query = given(q)
     pairs = [[given(x)[:, :context] for x in cache] for cache in caches]
     run = torch.compile(attend, dynamic=False)
 
     def call(i):
         k, v = pairs[i % len(pairs)]
-        return run(given(q), k=k, v=v, start=start, **options)
+        return run(query, k=k, v=v, start=start, **options)
 
     result = call(0)
     torch.cuda.synchronize()
