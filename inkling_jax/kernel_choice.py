@@ -44,6 +44,14 @@ def device_refusal() -> str | None:
     return None
 
 
+def hopper_refusal() -> str | None:
+    """Says why kernels around Hopper's `wgmma` cannot run on a device that others run on."""
+    capability = getattr(_default_device(), "compute_capability", None)
+    if capability is not None and int(float(capability)) != int(CAPABILITY):
+        return f"the compute capability is {capability}, many tokens need {CAPABILITY}"
+    return None
+
+
 def _default_device():
     return jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -57,9 +57,8 @@ conv_mix_long = jax.jit(conv_mix_kernel.conv_mix_long, static_argnames=_OF_MIX)
 
 def packs_experts(hidden: int, width: int, dtype: DTypeLike) -> bool:
     """Tells whether experts of these sizes are to be packed, for activations of `dtype`."""
-    return kernel_choice.device_refusal() is None and not moe_experts.unsupported(
-        1, hidden, width, dtype
-    )
+    refusal = kernel_choice.device_refusal() or moe_experts.unsupported(hidden, width, dtype)
+    return refusal is None
 
 
 def pack_experts(weights: Weights, interleaved: bool, axes: tuple[str, ...] = ()) -> PackedExperts:
@@ -80,11 +79,11 @@ def pack_experts(weights: Weights, interleaved: bool, axes: tuple[str, ...] = ()
 
 
 def takes_experts(z: Float[Array, "N D"], w13: Weights, w2: Weights) -> bool:
-    """Tells whether the kernel computes the experts of so few tokens."""
+    """Tells whether a kernel computes the experts, of few tokens or of many."""
     tokens, hidden = z.shape
+    refusal = moe_experts.unsupported(hidden, w2.shape[2], z.dtype)
     if tokens > moe_experts.MAX_TOKENS:
-        return False
-    refusal = moe_experts.unsupported(tokens, hidden, w2.shape[2], z.dtype)
+        refusal = refusal or kernel_choice.hopper_refusal()
     if not (isinstance(w13, PackedExperts) and isinstance(w2, PackedExperts)):
         refusal = refusal or "the experts were not packed by `load`"
     return choose(EXPERTS, refusal)
@@ -100,7 +99,7 @@ def experts(
     up_cap: float,
     plan: Plan | None,
 ) -> Float[Array, "N D"]:
-    """`moe.experts` by the kernel."""
+    """`moe.experts` by a kernel; a plan is for few tokens."""
     assert isinstance(w13, PackedExperts) and isinstance(w2, PackedExperts)
     return _moe_experts(z, picks, weights, w13, w2, plan, gate_softcap=gate_cap, up_softcap=up_cap)
 

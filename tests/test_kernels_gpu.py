@@ -1,4 +1,4 @@
-"""Every decode kernel on the GPU at production widths, against its reference; and the model."""
+"""Every kernel on the GPU at production widths, against its reference; and the model."""
 
 import functools
 import json
@@ -31,6 +31,7 @@ from pallas_kernels.conv_mix import shapes as mixing_sizes
 from pallas_kernels.draft_attention import shapes as drafting_sizes
 from pallas_kernels.moe_experts import reference as moe_reference
 from pallas_kernels.moe_experts import shapes as sizes
+from pallas_kernels.moe_experts import tiles
 from pallas_kernels.projections import reference as projections_reference
 from pallas_kernels.projections import shapes as thin
 from pallas_kernels.qkv_prep import qkv_prep
@@ -76,7 +77,7 @@ def assert_close(out, expected, relative):
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "bfloat16"])
 @pytest.mark.parametrize(
     ("inner", "counts"),
-    [(sizes.WIDTH, (1, 8, 17)), (sizes.WIDTH_TP4, (5,)), (sizes.WIDTH_TP8, (64,))],
+    [(sizes.WIDTH, (1, 8, 17, 300)), (sizes.WIDTH_TP4, (5, 65)), (sizes.WIDTH_TP8, (64, 501))],
 )
 def test_moe_experts(format, inner, counts):
     experts, hidden, k = 12, sizes.HIDDEN, sizes.PICKS
@@ -96,6 +97,26 @@ def test_moe_experts(format, inner, counts):
         run = jax.jit(functools.partial(moe_experts.moe_experts, **moe.CAPS))
         out = run(jnp.where(valid, x, jnp.nan), picked, weights, *packed)
         assert_close(out, expected, 5e-3)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 224])
+def test_moe_experts_of_uneven_loads(more):
+    """One expert gets a tile and so many more of 400 tokens, most get none."""
+    experts, hidden, inner = 6, 512, 160
+    most = tiles.choose_tokens(800, experts) + more
+    keys = jax.random.split(jax.random.key(fresh_seed()), 4)
+    w13, pack13 = moe.random_experts(keys[0], "nvfp4", (experts, 2 * inner, hidden))
+    w2, pack2 = moe.random_experts(keys[1], "nvfp4", (experts, hidden, inner))
+    x = jax.random.normal(keys[2], (400, hidden)).astype(jnp.bfloat16)
+    weights = jax.random.uniform(keys[3], (400, 2))
+    token = jnp.arange(400)
+    picked = jnp.stack(
+        [jnp.where(token < most, 4, experts), jnp.where(token % 9 == 1, 2, experts)], axis=1
+    ).astype(jnp.int32)
+    expected = moe_reference.moe_experts(x, picked, weights, w13, w2, **moe.CAPS)
+    x = jnp.where((picked < experts).any(axis=1)[:, None], x, jnp.nan)
+    run = jax.jit(functools.partial(moe_experts.moe_experts, **moe.CAPS))
+    assert_close(run(x, picked, weights, pack13(True), pack2(False)), expected, 5e-3)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 8])

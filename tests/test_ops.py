@@ -153,8 +153,8 @@ def test_the_kernel_draws_the_tokens_of_the_plain_sampler(on_gpu, monkeypatch):
         np.testing.assert_array_equal(found, plain)
 
 
-def test_prefill_reads_the_packed_experts(on_gpu):
-    """More tokens than the kernel takes: the plain path unpacks, and agrees with itself."""
+def test_prefill_reads_the_packed_experts(on_gpu, monkeypatch):
+    """A device without wgmma: the plain path unpacks, and agrees with itself."""
     z = jax.random.normal(jax.random.key(0), (65, 128)).astype(jnp.bfloat16)
     picks = jnp.tile(jnp.array([[0, 3]], jnp.int32), (65, 1))
     weights = jnp.ones((65, 2))
@@ -162,12 +162,17 @@ def test_prefill_reads_the_packed_experts(on_gpu):
     for name in ("w13", "w2"):
         packed = ops.pack_experts(moes[1][name].get_value(), interleaved=name == "w13")
         moes[1][name] = moes[1][name].replace(packed)
-    plain, packed = (
-        moe.experts(z, picks, weights, m["w13"].get_value(), m["w2"].get_value(), 4.0, 25.0)
-        for m in moes
+    (w13, w2), packed = ([m[name].get_value() for name in ("w13", "w2")] for m in moes)
+    assert ops.takes_experts(z, *packed)
+    newer = types.SimpleNamespace(platform="gpu", compute_capability="10.0")
+    monkeypatch.setattr(kernel_choice, "_default_device", lambda: newer)
+    assert ops.takes_experts(z[:64], *packed)
+    np.testing.assert_array_equal(
+        moe.experts(z, picks, weights, w13, w2, 4.0, 25.0),
+        moe.experts(z, picks, weights, *packed, 4.0, 25.0),
     )
-    np.testing.assert_array_equal(plain, packed)
-    assert ops.EXPERTS not in kernel_choice.chosen()
+    refusal = "the compute capability is 10.0, many tokens need 9.0"
+    assert kernel_choice.chosen()[ops.EXPERTS] == refusal
 
 
 def test_products_of_many_rows_are_left_to_xla():

@@ -14,6 +14,7 @@ from inkling_jax.loading import packed_shapes
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.programs import compile_program, devices
 from pallas_kernels import allreduce_conv_mix, conv_mix, draft_attention
+from scripts.kernel_cases import moe_prefill
 from scripts.kernel_cases.conv_mix import OPTIONS, inputs
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -36,6 +37,23 @@ def test_conv_mix(batch, tokens, queries, sm90):
     run = functools.partial(conv_mix.conv_mix, **OPTIONS)
     program = sm90.compile_h200(lambda given: run(**given), carry | shared).as_text()
     assert program.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in moe_prefill.cases() if not case.compared],
+    ids=lambda case: f"{case.variant} {case.shape}",
+)
+def test_moe_experts_of_many_tokens(case, sm90, tmp_path, monkeypatch):
+    """Nothing spills, and no wgmma waits for the one before it."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    carry, args = jax.eval_shape(case.setup, jax.random.key(0))
+    sm90.compile_h200(case.result, carry, *args)
+    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    assert len(reports) == 2
+    for report in reports:
+        assert "0 bytes spill stores" in report and "serialized" not in report
 
 
 @pytest.mark.parametrize("slots", [1024, 9000])

@@ -1,10 +1,10 @@
-"""Decode experts: both projections of a mixture-of-experts layer, reading packed weights once."""
+"""Experts: both projections of a mixture-of-experts layer, from packed weights."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int
 
-from pallas_kernels.moe_experts import kernel_sm90, tiles
+from pallas_kernels.moe_experts import kernel_sm90, many, tiles
 from pallas_kernels.moe_experts.pack import (
     PackedExperts,
     pack_bfloat16,
@@ -28,13 +28,11 @@ __all__ = [
     "work_items",
 ]
 
-MAX_TOKENS = 64
+MAX_TOKENS = 64  # of the decode kernel; more take that for many tokens
 
 
-def unsupported(tokens: int, hidden: int, inner: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Says why the kernel cannot run these shapes (activations [tokens, hidden]), or None."""
-    if tokens > MAX_TOKENS:
-        return f"{tokens} tokens, the decode kernel takes at most {MAX_TOKENS}"
+def unsupported(hidden: int, inner: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Says why no kernel can run these shapes (activations [T, hidden]), or None."""
     if hidden % 64:
         return f"hidden size {hidden} is not a multiple of 64"
     if inner % 16:
@@ -54,7 +52,7 @@ def moe_experts_slots(
     gate_softcap: float,
     up_softcap: float,
 ) -> Float[Array, "T k D"]:
-    """Runs the planned experts and leaves the sum over a token's picks to the consumer.
+    """Runs the planned experts of few tokens; leaves the sum over a token's picks to the consumer.
 
     Args:
       x: activations; rows outside the plan are not read.
@@ -72,8 +70,10 @@ def moe_experts_slots(
     """
     tokens, hidden = x.shape
     inner = w2.columns
-    if reason := unsupported(tokens, hidden, inner, x.dtype):
+    if reason := unsupported(hidden, inner, x.dtype):
         raise ValueError(f"moe_experts: {reason}")
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"moe_experts: {tokens} tokens, slots are of at most {MAX_TOKENS}")
     if weights.shape[0] * weights.shape[1] != plan.order.shape[0]:
         raise ValueError(f"moe_experts: weights {weights.shape} do not fit {plan.order.shape[0]}")
     shape = tiles.choose(2 * inner, hidden)
@@ -95,11 +95,15 @@ def moe_experts(
 ) -> Float[Array, "T D"]:
     """The float32 sum of a token's experts by their weights; a pick of N or more is no expert.
 
-    A row that picks none is not read and gives zeros. A `plan` is that of `picked`, by default
-    made here; the other arguments are those of `moe_experts_slots`.
+    A row that picks none gives zeros, whatever it holds. A `plan` is that of `picked` for up to
+    MAX_TOKENS tokens, by default made here; the other arguments are those of `moe_experts_slots`.
     """
     experts = w13.shape[0]
-    plan = plan or make_plan(picked, experts)
     softcaps = dict(gate_softcap=gate_softcap, up_softcap=up_softcap)
+    if x.shape[0] > MAX_TOKENS:
+        if reason := unsupported(x.shape[1], w2.columns, x.dtype):
+            raise ValueError(f"moe_experts: {reason}")
+        return many.moe_experts(x, picked, weights, w13, w2, **softcaps)
+    plan = plan or make_plan(picked, experts)
     y = moe_experts_slots(x, weights, plan, w13, w2, **softcaps)
     return jnp.where((picked < experts)[..., None], y, 0).sum(axis=1)

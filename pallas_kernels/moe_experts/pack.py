@@ -154,6 +154,12 @@ def pack_bfloat16(weight: BFloat16[Array, "n R C"], *, interleaved: bool) -> Pac
     return PackedExperts(_words(word), None, outer, weight.shape[2], interleaved)
 
 
+def column_order(x: Shaped[Array, "... C"]) -> Shaped[Array, "... C"]:
+    """Moves the columns of each step (C / 64 of them) to where fragments have them in K."""
+    steps = x.reshape(*x.shape[:-1], -1, 4, 4, 2, 2)  # t j kk b
+    return jnp.moveaxis(steps, -4, -2).reshape(x.shape)
+
+
 def _fragments(x: jax.Array, interleaved: bool) -> jax.Array:
     """[n, R, C] -> [n, tile, step, fragment, g, t, j, kk, h, b]; short steps filled with zeros."""
     columns = x.shape[2]

@@ -1,4 +1,4 @@
-"""The PTX of one step: a fragment of 16 rows x 64 columns times 8 rows of activations.
+"""The PTX of one step: a fragment of 16 rows x 64 columns, decoded, or times 8 rows of activations.
 
 Decoding costs two or three integer instructions for two weights and one multiplication by the block
 scale, both weights at once in a bfloat16x2 register, which is exactly what an MMA lane needs.
@@ -20,17 +20,11 @@ def fragment_product(format: Format, fragment: int) -> tuple[str, str]:
     bfloat16); activations, two registers for each of the four MMAs; accumulators.
     """
     words = 4 * LOADS[format]
-    scaled = format != "bfloat16"
-    first_b = 4 + words + scaled
+    first_b = 4 + words + (format != "bfloat16")
     first_c = first_b + 8
-    lines = [".reg .b32 a0, a1, a2, a3, t, s0, s1;"]
-    if scaled:
-        lines += _scales(format, f"${4 + words}", fragment)
+    lines = [_REGISTERS, *_scales(format, f"${4 + words}", fragment)]
     for j in range(4):
-        decode = {"nvfp4": _nvfp4, "mxfp8": _mxfp8, "bfloat16": _bfloat16}[format]
-        lines += decode([f"${4 + j * words // 4 + i}" for i in range(words // 4)])
-        if scaled:
-            lines += [f"mul.rn.bf16x2 a{p}, a{p}, s{p % 2};" for p in range(4)]
+        lines += _decode(format, 4, j)
         # The first MMA reads the accumulators that came in, the others the running ones.
         c = ", ".join(f"${i + (first_c if j == 0 else 0)}" for i in range(4))
         lines.append(_MMA.format(b0=first_b + 2 * j, b1=first_b + 2 * j + 1, c=c))
@@ -38,10 +32,38 @@ def fragment_product(format: Format, fragment: int) -> tuple[str, str]:
     return "{\n" + "\n".join(lines) + "\n}", ",".join(constraints)
 
 
+def half_fragment(format: Format, fragment: int) -> tuple[str, str]:
+    """Returns the assembly and its constraints that decode half a fragment, two MMAs of it.
+
+    Operands, a register each: out the A registers of the MMAs ($0...$7); in their words and the
+    scale bytes as for `fragment_product`.
+    """
+    words = 2 * LOADS[format]
+    lines = [_REGISTERS, *_scales(format, f"${8 + words}", fragment)]
+    for j in range(2):
+        lines += _decode(format, 8, j)
+        lines += [f"mov.b32 ${4 * j + p}, a{p};" for p in range(4)]
+    constraints = ["=&r"] * 8 + ["r"] * (words + (format != "bfloat16"))
+    return "{\n" + "\n".join(lines) + "\n}", ",".join(constraints)
+
+
+_REGISTERS = ".reg .b32 a0, a1, a2, a3, t, s0, s1;"
+
+
+def _decode(format: Format, first: int, j: int) -> list[str]:
+    """Puts the weights of MMA j into a0...a3; the first one's words begin with operand `first`."""
+    each = LOADS[format]
+    decode = {"nvfp4": _nvfp4, "mxfp8": _mxfp8, "bfloat16": _bfloat16}[format]
+    lines = decode([f"${first + j * each + i}" for i in range(each)])
+    if format != "bfloat16":
+        lines += [f"mul.rn.bf16x2 a{p}, a{p}, s{p % 2};" for p in range(4)]
+    return lines
+
+
 def _scales(format: Format, register: str, fragment: int) -> list[str]:
     """Puts the scales of rows g and g + 8 into both halves of s0 and s1."""
     lines = []
-    for h in range(2):
+    for h in range(0 if format == "bfloat16" else 2):
         byte = 2 * fragment + h
         lines.append(f"prmt.b32 t, {register}, 0, 0x4{byte}4{byte};")
         if format == "nvfp4":  # five exponent bits over three of mantissa, 217 below bfloat16's

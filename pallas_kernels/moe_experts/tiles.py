@@ -1,6 +1,7 @@
 """How the warps of one program share a projection."""
 
 import dataclasses
+import math
 
 TILE_ROWS = 32  # two fragments of 16 rows
 STEP_COLUMNS = 64
@@ -28,3 +29,12 @@ def choose(rows: int, columns: int) -> TileConfig:
     tiles = rows // TILE_ROWS
     shares = [n for n in (4, 2, 1) if steps % n == 0 and tiles % (4 // n) == 0]
     return TileConfig(4, shares[0]) if shares else TileConfig(1, 1)
+
+
+MAX_ROWS = 192  # N of wgmma: two accumulators take 192 of a lane's registers
+
+
+def choose_tokens(slots: int, experts: int) -> int:
+    """Rows of activations per work item: what most experts get of `slots`, a multiple of 16."""
+    most = math.ceil((1.25 * slots / experts + 8) / 16)
+    return min(16 * most, slots // 16 * 16, MAX_ROWS)

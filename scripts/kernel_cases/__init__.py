@@ -8,6 +8,7 @@ from scripts.kernel_cases import (
     draft_attention,
     limits,
     moe_experts,
+    moe_prefill,
     projections,
     qkv_prep,
     router,
@@ -21,8 +22,8 @@ __all__ = ["Case", "cases"]
 def cases() -> Iterator[Case]:
     """Yields all rows by importance; the first is the read ceiling."""
     modules = (
-        limits, moe_experts, attention, projections, conv_mix, qkv_prep, router, sampling,
-        draft_attention,
+        limits, moe_experts, moe_prefill, attention, projections, conv_mix, qkv_prep, router,
+        sampling, draft_attention,
     )  # fmt: skip
     rows = [case for module in modules for case in module.cases()]
     yield from sorted(rows, key=lambda case: case.compared)

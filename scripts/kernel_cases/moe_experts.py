@@ -69,22 +69,29 @@ def _case(format, tokens, inner=None, experts=None, valid=None, combine=True, pe
         return run(x, weights, plan, w13, w2)[:valid].sum(axis=1)
 
     def expected(x, weights, picked, plans, w13, w2):
-        def one(i):  # an expert at a time: all of them in float32 are too large
-            token, pick = i // PICKS, i % PICKS
-            w = (moe_experts.unpack(w[picked[0, token, pick][None]]) for w in (w13, w2))
-            first, weight = jnp.zeros((1, 1), jnp.int32), weights[token, pick][None, None]
-            return reference.moe_experts(x[token][None], first, weight, *w, **CAPS)[0]
-
-        return lax.map(one, jnp.arange(valid * PICKS)).reshape(valid, PICKS, -1).sum(axis=1)
+        return expert_by_expert(x[:valid], weights, picked[0], w13, w2)
 
     note = f"{tokens} tok, {valid} valid" if valid < tokens else f"{tokens} tok"
     return Case(
         "moe_experts", f"{format} {peer}" if peer else format + ("" if combine else ", no combine"),
         f"{note}, {distinct} experts, I {inner}",
         step, _setup(format, tokens, distinct, inner, experts, valid),
-        distinct * _expert_bytes(format, inner),
+        distinct * expert_bytes(format, inner),
         result=result, expected=expected, tolerance=5e-3, compared=peer is not None or not combine,
     )  # fmt: skip
+
+
+def expert_by_expert(x, weights, picked, w13, w2):
+    """The reference with one packed expert at a time: all of them in float32 are too large."""
+
+    def one(i):
+        token, pick = i // PICKS, i % PICKS
+        w = (moe_experts.unpack(w[picked[token, pick][None]]) for w in (w13, w2))
+        first, weight = jnp.zeros((1, 1), jnp.int32), weights[token, pick][None, None]
+        return reference.moe_experts(x[token][None], first, weight, *w, **CAPS)[0]
+
+    tokens = x.shape[0]
+    return lax.map(one, jnp.arange(tokens * PICKS)).reshape(tokens, PICKS, -1).sum(axis=1)
 
 
 @functools.cache
@@ -95,8 +102,8 @@ def _setup(*shape):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _inputs(format, tokens, distinct, inner, experts, valid, key):
     keys = jax.random.split(key, 4)
-    w13 = _random_packed(keys[0], format, 2 * inner, HIDDEN, experts, interleaved=True)
-    w2 = _random_packed(keys[1], format, HIDDEN, inner, experts, interleaved=False)
+    w13 = random_packed(keys[0], format, 2 * inner, HIDDEN, experts, interleaved=True)
+    w2 = random_packed(keys[1], format, HIDDEN, inner, experts, interleaved=False)
     x = jax.random.normal(keys[2], (tokens, HIDDEN)).astype(jnp.bfloat16)
     weights = jax.random.uniform(keys[3], (tokens, PICKS))
     # Each trip takes the next experts; the first rows of a trip share them until `distinct` is met.
@@ -108,7 +115,7 @@ def _inputs(format, tokens, distinct, inner, experts, valid, key):
     return x, (weights, picked, plans, w13, w2)
 
 
-def _random_packed(key, format, rows, columns, experts, interleaved):
+def random_packed(key, format, rows, columns, experts, interleaved):
     """Packed weights straight from random bits, free of NaN codes."""
     loads, steps = moe_experts.pack.LOADS[format], -(-columns // 64)
     shape = (experts, rows // 32, steps, 2, loads, 128)
@@ -127,7 +134,7 @@ def _random_packed(key, format, rows, columns, experts, interleaved):
     return moe_experts.PackedExperts(words, scales, outer, columns, interleaved)
 
 
-def _expert_bytes(format, inner):
+def expert_bytes(format, inner):
     """Published bytes of one expert: values and scales, each once."""
     bits = {"nvfp4": 4.5, "mxfp8": 8.25, "bfloat16": 16}[format]
     return 3 * inner * HIDDEN * bits / 8
@@ -166,5 +173,5 @@ def _plain(tokens, experts):
 
     return Case(
         "moe_experts", "nvfp4 plain xla", f"{tokens} tok, {PICKS * tokens} experts, I {WIDTH}",
-        step, setup, PICKS * tokens * _expert_bytes("nvfp4", WIDTH), compared=True,
+        step, setup, PICKS * tokens * expert_bytes("nvfp4", WIDTH), compared=True,
     )  # fmt: skip
