@@ -97,3 +97,15 @@ def test_a_step_of_a_model_on_two_devices(monkeypatch):
         (ops.REDUCE_MIX, "moe", 2, 2),
         ("all-gather", "unembed", 1, 2),
     }
+
+
+@pytest.mark.usefixtures("sm90")
+def test_a_prefill_of_a_model_on_two_devices(monkeypatch):
+    """80 tokens, whose experts each device computes of its own columns."""
+    monkeypatch.setattr(kernel_choice, "_chosen", {})
+    mesh = make_mesh(MeshConfig(tp=2), devices("cuda", HARDWARE["h200"], 2))
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), bfloat16_params())
+    with jax.set_mesh(mesh):
+        params = packed_shapes(params, CONFIG)
+    compile_program("prefill", CONFIG, params, mesh, "cuda", 2, 64, 40)
+    assert kernel_choice.chosen()[ops.EXPERTS] == kernel_choice.KERNEL

@@ -26,8 +26,9 @@ class Case:
       expected: the same by the plain reference in float32.
       tolerance: norm of the error over the norm of what is expected, at most.
       compared: not what the product runs, but what that is compared with.
-      outside: in place of `step` and `result`, for what XLA does not run: (carry, *args) -> (what
-        is compared, seconds per call several times); ImportError where it is not installed.
+      outside: in place of `step` and `result`, for what XLA does not run or what takes too long:
+        (carry, *args) -> (what is compared, seconds per call several times); ImportError where it
+        is not installed.
       flops: of one call, where these are its floor and not the bytes.
     """
 

@@ -1,6 +1,7 @@
 """Expert rows of prefill: formats, tokens, even and uneven loads, a TP4 rank's width."""
 
 import functools
+import time
 from collections.abc import Iterator
 
 import jax
@@ -14,6 +15,7 @@ from scripts.kernel_cases.moe_experts import CAPS, expert_by_expert, expert_byte
 
 TRIPS = 4  # different choices of experts
 COMPARED = 32  # tokens
+PLAIN_CALLS = 3  # of the plain path, which takes too long for a loop
 
 
 def cases() -> Iterator[Case]:
@@ -43,6 +45,14 @@ def _case(format, tokens, inner=WIDTH, uneven=False, plain=False):
     def result(x, weights, picked, w13, w2):
         return run(x, weights, picked[0], w13, w2)[:COMPARED]
 
+    def timed(x, weights, picked, w13, w2):
+        times = []
+        for _ in range(1 + PLAIN_CALLS):  # the first one compiles
+            begin = time.perf_counter()
+            y = jax.block_until_ready(run(x, weights, picked[0], w13, w2))
+            times.append(time.perf_counter() - begin)
+        return y[:COMPARED], times[1:]
+
     def expected(x, weights, picked, w13, w2):
         return expert_by_expert(x[:COMPARED], weights, picked[0], w13, w2)
 
@@ -51,7 +61,7 @@ def _case(format, tokens, inner=WIDTH, uneven=False, plain=False):
         f"{tokens} tok, I {inner}" + (", uneven" if uneven else ""),
         step, _setup(format, tokens, inner, uneven), EXPERTS * expert_bytes(format, inner), 1,
         result=result, expected=expected, tolerance=5e-3, compared=plain,
-        flops=6 * HIDDEN * inner * tokens * PICKS,
+        outside=timed if plain else None, flops=6 * HIDDEN * inner * tokens * PICKS,
     )  # fmt: skip
 
 
