@@ -1,4 +1,4 @@
-"""Sums over the programs of a cluster, exchanged through each other's shared memory."""
+"""Inner products over the programs of a cluster, exchanged through each other's shared memory."""
 
 import functools
 import itertools
@@ -13,22 +13,32 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import math as math_dialect
 
 WARPS, LANES = 4, 32  # of a program, of a warp
+PACK = 4  # numbers sent at once
 PATIENCE = 10_000_000  # nanoseconds that a wait sleeps at most before it looks again
 
 
 class Exchange(NamedTuple):
-    """Shared memory of one call of `sums`: rows [warps of the cluster, terms] and a barrier."""
+    """Shared memory of one call of `dots`.
 
-    rows: Any
+    Attributes:
+      shares: float32 [programs of the cluster, terms], what each of them has sent.
+      own: float32 [WARPS, terms] of the program's warps.
+      barrier: counts the bytes that arrive in `shares`.
+    """
+
+    shares: Any
+    own: Any
     barrier: Any
 
 
 def exchange(terms: int, programs: int) -> Exchange:
-    """Returns what a call of `sums` with so many terms needs as scratch."""
-    rows = plgpu.SMEM((programs * WARPS, terms), jnp.float32)
-    return Exchange(rows, plgpu.SMEM((2,), jnp.int32))
+    """Returns what a call of `dots` with so many terms needs as scratch."""
+    terms = -(-terms // PACK) * PACK
+    shares, own = (plgpu.SMEM((n, terms), jnp.float32) for n in (programs, WARPS))
+    return Exchange(shares, own, plgpu.SMEM((2,), jnp.int32))
 
 
 def prepare(exchanges: Sequence[Exchange]) -> None:
@@ -36,8 +46,9 @@ def prepare(exchanges: Sequence[Exchange]) -> None:
 
     def run(_, exchanges):
         first = mgpu.single_thread_predicate()
-        for rows, barrier in exchanges:
-            barrier, size = utils.memref_ptr(barrier), 4 * math.prod(ir.MemRefType(rows.type).shape)
+        for shares, _, barrier in exchanges:
+            size = 4 * math.prod(ir.MemRefType(shares.type).shape)
+            barrier = utils.memref_ptr(barrier)
             nvvm.mbarrier_init(barrier, _int(1), predicate=first)
             nvvm.mbarrier_arrive_expect_tx(barrier, _int(size), predicate=first)
         arrive = "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"
@@ -55,43 +66,52 @@ def meet() -> None:
     _inline(run)()
 
 
-def sums(terms: Sequence[jax.Array], exchange: Exchange, layout: Any) -> list[jax.Array]:
-    """Returns the sum of each term over a cluster, the same bits in every program.
+def dots(
+    pairs: Sequence[tuple[jax.Array, jax.Array]], exchange: Exchange, layout: Any
+) -> list[jax.Array]:
+    """Returns the inner product of each pair over a cluster, the same bits in every program.
 
-    Each warp adds up its share of the terms and sends the results to every program, where they
-    are counted as they arrive; then every warp adds up the rows of all warps. A row is written
-    once, so that no program has to wait until the others have read.
+    A program adds up its warps' shares and sends the result to every program, where it is counted
+    as it arrives; then each adds up what it was sent. Memory is written once, so that no program
+    has to wait until the others have read.
 
     Args:
-      terms: float32 vectors, the program's slices.
+      pairs: of float32 vectors, the program's slices.
       exchange: of so many terms, for this call alone.
-      layout: of the terms.
+      layout: of the vectors.
     """
 
-    def run(_, exchange, terms):
-        rows, barrier = exchange
-        warps, barrier = ir.MemRefType(rows.type).shape[0], utils.memref_ptr(barrier)
+    def run(_, exchange, pairs):
+        shares, own, barrier = exchange
+        programs, columns = ir.MemRefType(shares.type).shape
         warp = arith.divui(utils.thread_idx(), _int(LANES))
         lane = arith.remui(utils.thread_idx(), _int(LANES))
-        own = arith.addi(arith.muli(nvvm.read_ptx_sreg_cluster_ctarank(), _int(WARPS)), warp)
-        groups = list(itertools.batched(map(_added, terms), LANES))
-        for i, group in enumerate(groups):
-            share = _spread(list(group), lane)
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, _int(len(group)))):
-                for program in range(warps // WARPS):
-                    _send(share, _at(rows, own, i * LANES, lane), barrier, program)
-        nvvm.mbarrier_try_wait_parity(barrier, _int(0), _int(PATIENCE))
-        totals = []
-        for i, group in enumerate(groups):
-            column = arith.minui(lane, _int(len(group) - 1))
-            shares = (_at(rows, _int(warp), i * LANES, column) for warp in range(warps))
-            total = _tree([llvm.load(ir.F32Type.get(), share) for share in shares])
-            totals += [_of_lane(total, lane) for lane in range(len(group))]
-        return [mgpu.FragmentedArray.splat(total, ()) for total in totals]
+        terms = [range(i, min(i + LANES, len(pairs))) for i in range(0, len(pairs), LANES)]
+        for some in terms:
+            share = _spread([_dot(*pairs[i]) for i in some], lane)
+            with utils.when(_less(lane, len(some))):
+                llvm.store(share, _at(own, warp, arith.addi(lane, _int(some.start))))
+        utils.warpgroup_barrier()
+        pack, first = ir.VectorType.get((PACK,), ir.F32Type.get()), arith.muli(lane, _int(PACK))
+        own = _tree([llvm.load(pack, _at(own, _int(i), first)) for i in range(WARPS)])
+        there = _at(shares, nvvm.read_ptx_sreg_cluster_ctarank(), first)
+        for some in range(0, programs, WARPS):
+            program = arith.addi(warp, _int(some))
+            sends = arith.andi(_less(program, programs), _less(lane, columns // PACK))
+            with utils.when(sends):
+                _send(own, there, utils.memref_ptr(barrier), program)
+        nvvm.mbarrier_try_wait_parity(utils.memref_ptr(barrier), _int(0), _int(PATIENCE))
+        sums = []
+        for some in terms:
+            column = arith.minui(arith.addi(lane, _int(some.start)), _int(some.stop - 1))
+            pointers = (_at(shares, _int(program), column) for program in range(programs))
+            total = _tree([llvm.load(ir.F32Type.get(), pointer) for pointer in pointers])
+            sums += [_of_lane(total, i) for i in range(len(some))]
+        return [mgpu.FragmentedArray.splat(total, ()) for total in sums]
 
     scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT(()))
-    types = _references(exchange), [layout] * len(terms)
-    return _inline(run, *types, returns=[scalar] * len(terms))(exchange, list(terms))
+    types = _references(exchange), [(layout, layout)] * len(pairs)
+    return _inline(run, *types, returns=[scalar] * len(pairs))(exchange, list(pairs))
 
 
 def _inline(run, *types, returns=None) -> Any:
@@ -106,19 +126,28 @@ def _int(value):
     return mgpu.c(value, ir.IntegerType.get_signless(32))
 
 
-def _at(rows, row, start, lane):
-    """A pointer to the lane's element of a row."""
-    columns = ir.MemRefType(rows.type).shape[1]
-    index = arith.addi(arith.muli(row, _int(columns)), arith.addi(lane, _int(start)))
-    return utils.getelementptr(utils.memref_ptr(rows), [index], ir.F32Type.get())
+def _less(value, bound):
+    return arith.cmpi(arith.CmpIPredicate.ult, value, _int(bound))
 
 
-def _send(value, *args):
-    """Stores a float32 at a pointer of another program, whose barrier counts it."""
-    *pointers, program = args
-    there = (utils.get_cluster_ptr(p, _int(program), generic=False) for p in pointers)
-    store = "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [$1], $0, [$2];"
-    utils.inline_ptx(store, value, *there, has_side_effects=True)
+def _at(matrix, row, column):
+    """A pointer to an element."""
+    columns = ir.MemRefType(matrix.type).shape[1]
+    index = arith.addi(arith.muli(row, _int(columns)), column)
+    return utils.getelementptr(utils.memref_ptr(matrix), [index], ir.F32Type.get())
+
+
+def _send(values, pointer, barrier, program):
+    """Stores four numbers in the shared memory of a program, whose barrier counts them."""
+    there = (utils.get_cluster_ptr(p, program, generic=False) for p in (pointer, barrier))
+    store = (
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$4], {$0, $1, $2, $3}, [$5];"
+    )
+    utils.inline_ptx(store, *_elements(values), *there, has_side_effects=True)
+
+
+def _elements(values):
+    return [vector.extract(values, [], [i]) for i in range(ir.VectorType(values.type).shape[0])]
 
 
 def _tree(values):
@@ -128,11 +157,13 @@ def _tree(values):
     return values[0]
 
 
-def _added(term):
-    """The sum of a thread's elements."""
-    elements = functools.reduce(arith.addf, term.registers.flat)
-    size = ir.VectorType(elements.type).shape[0]
-    return _tree([vector.extract(elements, [], [i]) for i in range(size)])
+def _dot(x, y):
+    """The inner product of a thread's elements."""
+    first, *others = zip(x.registers.flat, y.registers.flat, strict=True)
+    total = arith.mulf(*first)
+    for pair in others:
+        total = math_dialect.fma(*pair, total)
+    return _tree(_elements(total))
 
 
 def _spread(values, lane):

@@ -118,11 +118,11 @@ def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps
         pl.semaphore_signal(done, device_id=peer)
     value = sum(before, convolved)
     sources.append(value)
-    products = [source * query for query in queries for source in sources]
+    pairs = [(value, value), *((source, query) for query in queries for source in sources)]
     if exchanges:
         cluster.meet()
     scored, normed = exchanges or (None, None)
-    square, *products = _sums([value * value, *products], scored, layout)
+    square, *products = _dots(pairs, scored, layout)
 
     # Stored while the sums are under way or later: a store waits for what it stores.
     partial_ref[at] = value
@@ -142,7 +142,7 @@ def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps
         total = sum(shares)
         weights = [share / total * s for share, s in zip(shares, scales, strict=True)]
         mixes.append(sum(x * w for x, w in zip(sources, weights, strict=True)))
-    squares = _sums([mixed * mixed for mixed in mixes], normed, layout)
+    squares = _dots([(mixed, mixed) for mixed in mixes], normed, layout)
     for z_ref, mixed, square, norm in zip(z_refs, mixes, squares, norms, strict=True):
         unit = lax.rsqrt(square * (1 / width) + norm_eps)
         z_ref[at] = (mixed * unit * norm).astype(z_ref.dtype)
@@ -180,8 +180,8 @@ def _convolve(given, ring_ref, group, at, start, load):
     return now, value * (1 / math.sqrt(taps + 1))
 
 
-def _sums(terms, exchange, layout):
-    return cluster.sums(terms, exchange, layout) if exchange else [jnp.sum(x) for x in terms]
+def _dots(pairs, exchange, layout):
+    return cluster.dots(pairs, exchange, layout) if exchange else [jnp.sum(x * y) for x, y in pairs]
 
 
 def _select(condition, x, y):
