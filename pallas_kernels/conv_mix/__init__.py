@@ -18,7 +18,7 @@ __all__ = [
     "unsupported_long",
 ]
 
-MAX_ROWS = 64  # a program each; more are prefill
+MAX_ROWS = 64  # a cluster each; more are prefill
 MAX_HELD = 96  # elements of the sources in the registers of a thread, of which it has 255
 
 
