@@ -1,8 +1,8 @@
 """conv_mix as one Mosaic GPU kernel: a cluster of programs per token, its row in registers.
 
 A program owns a slice of the row from the convolution to the last norm, and reads its slice of
-everything at once. Twice it needs sums over the whole row, which the cluster exchanges (`sums`):
-for the running sum's rms with the products of sources and queries, and for the rms of the mixes.
+everything at once. Twice it needs inner products over the whole row, for which the cluster
+exchanges sums: of sources and queries, with the running sum's rms, and for the rms of the mixes.
 
 With `peers` each program first adds up the summands where they lie on the devices of a group
 (one-shot peer reads), in the order of the ranks, so that every device gets the same bits. When it
@@ -124,7 +124,7 @@ def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps
     scored, normed = exchanges or (None, None)
     square, *products = _dots(pairs, scored, layout)
 
-    # Stored while the sums are under way or later: a store waits for what it stores.
+    # Not stored before: that would wait for the values and for `length`.
     partial_ref[at] = value
 
     @pl.when(token < length)
