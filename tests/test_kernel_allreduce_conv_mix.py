@@ -92,7 +92,7 @@ def communication(jaxpr):
         name = equation.primitive.name
         if name in ("semaphore_signal", "semaphore_wait"):
             yield {"semaphore_signal": "tell", "semaphore_wait": "wait"}[name]
-        elif name == "get" and "PeerMemRef" in str(equation.params["tree"]):
+        elif name == "load" and "PeerMemRef" in str(equation.params["tree"]):
             yield "read"
         for inner in jaxprs_in_params(equation.params):
             yield from communication(inner)

@@ -134,7 +134,7 @@ def test_refusals_name_the_value():
     assert unsupported(65, 4608, 8) == "65 tokens, the kernel takes at most 64"
     assert unsupported(1, 96, 8) == "hidden size 96 is not a multiple of 128"
     assert "no block is finished" in unsupported(1, 128, 0)
-    assert "8 blocks of a row take 262144 bytes" in unsupported(1, 8192, 8)
+    assert "16 blocks leave 102 elements to a thread" in unsupported(1, 4608, 16)
     assert contract.unsupported_long(8192, 4608) is None
     assert contract.unsupported_long(9, 96) == "hidden size 96 is not a multiple of 128"
     assert "1048576 tokens of 4608" in str(contract.unsupported_long(1 << 20, 4608))

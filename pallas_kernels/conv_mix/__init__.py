@@ -18,8 +18,8 @@ __all__ = [
     "unsupported_long",
 ]
 
-MAX_ROWS = 64  # a program each; more are prefill
-SHARED = 200 << 10  # bytes of shared memory for the finished blocks of one row
+MAX_ROWS = 64  # a cluster each; more are prefill
+MAX_HELD = 96  # elements of the sources in the registers of a thread, of which it has 255
 
 
 class ConvMix(NamedTuple):
@@ -46,14 +46,14 @@ def unsupported(rows: int, width: int, blocks: int) -> str | None:
       width: hidden size.
       blocks: finished blocks.
     """
-    if width % kernel.LANES:
-        return f"hidden size {width} is not a multiple of {kernel.LANES}"
+    if width % kernel.THREADS:
+        return f"hidden size {width} is not a multiple of {kernel.THREADS}"
     if rows > MAX_ROWS:
         return f"{rows} tokens, the kernel takes at most {MAX_ROWS}"
     if not blocks:
         return "no block is finished, the kernel mixes at least one"
-    if (size := 4 * blocks * width) > SHARED:
-        return f"{blocks} blocks of a row take {size} bytes, shared memory has {SHARED}"
+    if (held := (blocks + 1) * kernel.elements(width)) > MAX_HELD:
+        return f"{blocks} blocks leave {held} elements to a thread, it holds at most {MAX_HELD}"
     return None
 
 

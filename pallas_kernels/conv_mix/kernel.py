@@ -1,11 +1,14 @@
-"""conv_mix as one Mosaic GPU kernel: a program per token, its row in registers throughout.
+"""conv_mix as one Mosaic GPU kernel: a cluster of programs per token, its row in registers.
 
-The finished blocks travel to shared memory while the row is convolved and added up, with `peers`
-over the devices of a group first: each program reads the summands where they lie (one-shot peer
-reads) in the order of the ranks, so that every device gets the same bits. When it has read them it
-tells every peer, and it ends when every peer has told it: until then no one may write over what is
-being read. `allreduce_conv_mix/protocol.py` is this protocol, with the barrier that XLA puts in
-front of a kernel with peers.
+A program owns a slice of the row from the convolution to the last norm, and reads its slice of
+everything at once. Twice it needs inner products over the whole row, for which the cluster
+exchanges sums: of sources and queries, with the running sum's rms, and for the rms of the mixes.
+
+With `peers` each program first adds up the summands where they lie on the devices of a group
+(one-shot peer reads), in the order of the ranks, so that every device gets the same bits. When it
+has read them it tells every peer, and it ends when every peer has told it: until then no one may
+write over what is being read. `allreduce_conv_mix/protocol.py` is this protocol, with the barrier
+that XLA puts in front of a kernel with peers.
 """
 
 import functools
@@ -19,8 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LANES = 128  # a row [D] is handled as [D / LANES, LANES], as copies take 256 elements an axis
-MAX_PART = 12  # of these, at a time
+from pallas_kernels.conv_mix import cluster
+
+THREADS = 128  # of a program
+PROGRAMS = 8  # of a cluster, at most
 
 
 class Operands(NamedTuple):
@@ -37,33 +42,34 @@ class Operands(NamedTuple):
     partial: Any | None
 
 
+def elements(width: int) -> int:
+    """Returns how many elements of a row a thread has, where as many programs share it as can."""
+    vectors = width // THREADS
+    return vectors // max(n for n in range(1, PROGRAMS + 1) if vectors % n == 0)
+
+
 def run(given: Operands, state, dtype, eps, norm_eps, peers: tuple[str, ...], interpret):
     """Returns (z, partial, scale, state)."""
     batch, tokens, width = given.u.shape
-
-    def fold(x):
-        return x.reshape(*x.shape[:-1], width // LANES, LANES)
-
-    rows = jax.tree.map(fold, given._replace(start=None, lengths=None, scales=()))
-    operands = rows._replace(start=given.start, lengths=given.lengths, scales=given.scales)
-    leaves, tree = jax.tree.flatten(operands)
-    ring = jax.new_ref(fold(state))
+    sources, queries = len(given.blocks) + 1, len(given.norms)
+    programs = width // (THREADS * elements(width))
+    if interpret:  # which knows no clusters
+        programs = 1
+    leaves, tree = jax.tree.flatten(given)
+    ring = jax.new_ref(state)
 
     def kernel(*refs, **scratch):
         operands, (ring_ref, *out_refs) = refs[: len(leaves)], refs[len(leaves) :]
-        options = {"tokens": tokens, "eps": eps, "norm_eps": norm_eps, "peers": peers}
+        options = {"eps": eps, "norm_eps": norm_eps, "peers": peers}
         _body(tree.unflatten(operands), ring_ref, out_refs, **options, **scratch)
 
     def out(dtype):
-        return jax.ShapeDtypeStruct(rows.u.shape, dtype)
+        return jax.ShapeDtypeStruct(given.u.shape, dtype)
 
-    blocks = len(given.blocks)
-    scratch = {
-        "sources": plgpu.SMEM((blocks, *rows.u.shape[2:]), jnp.float32),
-        "arrived": plgpu.Barrier(num_arrivals=blocks),
-    }
-    if peers:
-        scratch["done"] = plgpu.SemaphoreType.REGULAR
+    scratch: dict[str, Any] = {"done": plgpu.SemaphoreType.REGULAR} if peers else {}
+    if programs > 1:
+        terms = 1 + sources * queries, queries
+        scratch["exchanges"] = tuple(cluster.exchange(n, programs) for n in terms)
     *z, partial, scale = plgpu.kernel(
         kernel,
         out_type=(
@@ -74,50 +80,72 @@ def run(given: Operands, state, dtype, eps, norm_eps, peers: tuple[str, ...], in
         scratch_types=scratch,
         grid=(batch * tokens,),
         grid_names=("line",),
+        cluster=(programs,),
+        cluster_names=("slice",),
         kernel_name="allreduce_conv_mix" if peers else "conv_mix",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,  # a tenth of the time to lower
+            unsafe_no_auto_barriers=not peers,  # a thread reads and writes its own elements only
+        ),
         interpret=interpret,
     )(*leaves, ring)
-    shape = given.u.shape
-    z = tuple(x.reshape(shape) for x in z)
-    return z, partial.reshape(shape), scale, ring[...].reshape(state.shape)
+    return tuple(z), partial, scale, ring[...]
 
 
-def _body(given, ring_ref, out_refs, sources, arrived, done=None, *, tokens, eps, norm_eps, peers):
+def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps, peers):
     *z_refs, partial_ref, scale_ref = out_refs
-    line = lax.axis_index("line")
-    at = lax.div(line, tokens), lax.rem(line, tokens)  # row, token
-    for i, block in enumerate(given.blocks):
-        plgpu.copy_gmem_to_smem(block.at[at], sources.at[i], arrived)
+    tokens, width = given.u.shape[1:]
+    line, size = lax.axis_index("line"), width // lax.axis_size("slice")
+    row, token = lax.div(line, tokens), lax.rem(line, tokens)
+    columns = pl.ds(lax.axis_index("slice") * size, size)
+    at = row, token, columns
+    vector = max(n for n in (1, 2, 4) if size % (n * THREADS) == 0)
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
+    load = functools.partial(plgpu.load, layout=layout)
 
-    group, parts = _group(peers), _parts(ring_ref.shape[2])
-    value = [_add(given, ring_ref, group, at, part) for part in parts]
+    start, length = given.start[row], given.lengths[row]
+    scales = [ref[row, token] for ref in given.scales]
+    sources = [load(block.at[at]) for block in given.blocks]
+    queries = [load(given.queries.at[n, columns]) for n in range(len(z_refs))]
+    norms = [load(norm.at[columns]).astype(jnp.float32) for norm in given.norms]
+    before = [load(given.partial.at[at])] if given.partial is not None else []
+    if exchanges:
+        cluster.prepare(exchanges)
+
+    group = _group(peers)
+    now, convolved = _convolve(given, ring_ref, group, at, start, load)
     for peer in group:
         pl.semaphore_signal(done, device_id=peer)
-    for x, part in zip(value, parts, strict=True):
-        partial_ref[(*at, part)] = x
-    scale = _inverse_rms(value, eps)
-    scale_ref[at] = scale
+    value = sum(before, convolved)
+    sources.append(value)
+    pairs = [(value, value), *((source, query) for query in queries for source in sources)]
+    if exchanges:
+        cluster.meet()
+    scored, normed = exchanges or (None, None)
+    square, *products = _dots(pairs, scored, layout)
 
-    plgpu.barrier_wait(arrived)
-    scales = [ref[at] for ref in given.scales] + [scale]
-    root = math.sqrt(sum(x.size for x in value))
+    # Not stored before: that would wait for the values and for `length`.
+    partial_ref[at] = value
 
-    def source(i):
-        return [sources[i, part] for part in parts] if i < len(given.blocks) else value
+    @pl.when(token < length)
+    def _():
+        ring_ref[row, lax.rem(start + token, ring_ref.shape[1]), columns] = now
 
-    for n, (z_ref, norm) in enumerate(zip(z_refs, given.norms, strict=True)):
-        query = [given.queries[n, part] for part in parts]
-        scores = [_dot(source(i), query) * (s / root) for i, s in enumerate(scales)]
+    scale = lax.rsqrt(square * (1 / width) + eps)
+    scale_ref[row, token] = scale  # the same bits from every program
+    scales.append(scale)
+    mixes = []
+    for scores in itertools.batched(products, len(sources)):
+        scores = [x * (s / math.sqrt(width)) for x, s in zip(scores, scales, strict=True)]
         top = functools.reduce(jnp.maximum, scores)
         shares = [jnp.exp(score - top) for score in scores]
         total = sum(shares)
-        mixed = [jnp.zeros_like(x) for x in value]
-        for i, (share, s) in enumerate(zip(shares, scales, strict=True)):
-            factor = share / total * s
-            mixed = [m + x * factor for m, x in zip(mixed, source(i), strict=True)]
-        unit = _inverse_rms(mixed, norm_eps)
-        for x, part in zip(mixed, parts, strict=True):
-            z_ref[(*at, part)] = (x * unit * norm[part].astype(jnp.float32)).astype(z_ref.dtype)
+        weights = [share / total * s for share, s in zip(shares, scales, strict=True)]
+        mixes.append(sum(x * w for x, w in zip(sources, weights, strict=True)))
+    squares = _dots([(mixed, mixed) for mixed in mixes], normed, layout)
+    for z_ref, mixed, square, norm in zip(z_refs, mixes, squares, norms, strict=True):
+        unit = lax.rsqrt(square * (1 / width) + norm_eps)
+        z_ref[at] = (mixed * unit * norm).astype(z_ref.dtype)
     if group:
         pl.semaphore_wait(done, len(group))
 
@@ -130,49 +158,32 @@ def _group(peers) -> list[dict[str, Any]]:
     return [dict(zip(peers, map(jnp.int32, at), strict=True)) for at in itertools.product(*sizes)]
 
 
-def _parts(size):
-    """A row is handled in parts, so that what is loaded at a time fits the registers."""
-    step = next(step for step in range(MAX_PART, 0, -1) if size % step == 0)
-    return [pl.ds(first, step) for first in range(0, size, step)]
-
-
-def _add(given, ring_ref, group, at, part):
-    """Convolves a part of the row and adds it to the running sum; keeps its input if valid."""
-    (row, token), taps, slots = at, given.weight.shape[0], ring_ref.shape[1]
-    start, tokens = given.start[row], given.u.shape[1]
+def _convolve(given, ring_ref, group, at, start, load):
+    """Returns a slice of the convolution's input and of its output."""
+    (row, token, columns), taps, slots = at, given.weight.shape[0], ring_ref.shape[1]
+    tokens = given.u.shape[1]
     refs = [plgpu.remote_ref(given.u, peer) for peer in group] or [given.u]
 
     def new(back):  # the input of the token so many before this one, from this very call
         before = jnp.maximum(token - back, 0)
-        return functools.reduce(jnp.add, [ref[row, before, part] for ref in refs])
+        return functools.reduce(jnp.add, [load(ref.at[row, before, columns]) for ref in refs])
 
     now = new(0)
-    value = now * (given.weight[taps - 1, part] + 1)
+    value = now * (load(given.weight.at[taps - 1, columns]) + 1)
     for back in range(1, taps):
         position = start + token - back
-        past = ring_ref[row, lax.rem(jnp.maximum(position, 0), slots), part]
+        past = load(ring_ref.at[row, lax.rem(jnp.maximum(position, 0), slots), columns])
         past = _select(position >= 0, past, jnp.zeros_like(past))
         if back < tokens:
             past = _select(token >= back, new(back), past)
-        value += given.weight[taps - 1 - back, part] * past
+        value += load(given.weight.at[taps - 1 - back, columns]) * past
+    return now, value * (1 / math.sqrt(taps + 1))
 
-    @pl.when(token < given.lengths[row])
-    def _():
-        ring_ref[row, lax.rem(start + token, slots), part] = now
 
-    value *= 1 / math.sqrt(taps + 1)
-    return value if given.partial is None else value + given.partial[row, token, part]
+def _dots(pairs, exchange, layout):
+    return cluster.dots(pairs, exchange, layout) if exchange else [jnp.sum(x * y) for x, y in pairs]
 
 
 def _select(condition, x, y):
     """`jnp.where` for a scalar condition, which Mosaic does not broadcast."""
     return jnp.where(jnp.broadcast_to(condition, x.shape), x, y)
-
-
-def _dot(x, y):
-    """The inner product of two rows in parts."""
-    return jnp.sum(sum(a * b for a, b in zip(x, y, strict=True)))
-
-
-def _inverse_rms(x, eps):
-    return lax.rsqrt(_dot(x, x) * (1 / sum(part.size for part in x)) + eps)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels import conv_mix
 from pallas_kernels.conv_mix import reference
 from pallas_kernels.conv_mix.shapes import BLOCKS, HIDDEN, TAPS
-from scripts.kernel_cases.case import CALLS, Case
+from scripts.kernel_cases.case import SHORT_CALLS as CALLS
+from scripts.kernel_cases.case import Case
 
 OPTIONS = {"dtype": jnp.bfloat16, "eps": 1e-6, "norm_eps": 1e-6}
 
@@ -36,7 +37,7 @@ def _case(batch, tokens, queries=1, plain=False):
     return Case(
         "conv_mix", "plain xla" if plain else "default",
         f"{batch} x {tokens} rows, {BLOCKS + 1} sources, {queries} queries",
-        step, _setup(batch, tokens, queries), _size(batch * tokens, queries),
+        step, _setup(batch, tokens, queries), _size(batch * tokens, queries), CALLS,
         result=lambda carry, shared: tuple(run(**carry, **shared)),
         expected=lambda carry, shared: tuple(reference.conv_mix(**carry, **shared, **OPTIONS)),
         tolerance=5e-3, compared=plain,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from scripts.kernel_cases.case import CALLS, Case, trivial_kernel
+from scripts.kernel_cases.case import CALLS, SHORT_CALLS, Case, trivial_kernel
 
 FLOATS = 1 << 30
 SIDE = 8192  # of the matrices
@@ -27,7 +27,7 @@ def cases() -> Iterator[Case]:
         return x, (y / SIDE**0.5,)
 
     def launch(i, carry):
-        for _ in range(2 * CALLS):
+        for _ in range(SHORT_CALLS):
             carry = trivial_kernel(carry)
         return carry
 
@@ -44,6 +44,6 @@ def cases() -> Iterator[Case]:
     )  # fmt: skip
     yield Case(
         "limit", "launch", "pallas, 128 floats", launch,
-        lambda key: (jnp.zeros(128, jnp.float32), ()), 1024, 2 * CALLS,
+        lambda key: (jnp.zeros(128, jnp.float32), ()), 1024, SHORT_CALLS,
         result=trivial_kernel, expected=lambda x: x + 1,
     )  # fmt: skip

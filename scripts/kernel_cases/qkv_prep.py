@@ -17,7 +17,8 @@ from pallas_kernels.qkv_prep.shapes import (
     RANKS,
     TAPS,
 )
-from scripts.kernel_cases.case import CALLS, Case
+from scripts.kernel_cases.case import SHORT_CALLS as CALLS
+from scripts.kernel_cases.case import Case
 
 SLOTS = 1024 + BLOCK
 RINGS = ("k_cache", "v_cache", "k_state", "v_state")
@@ -44,7 +45,7 @@ def _case(tokens, full, plain=False):
     return Case(
         "qkv_prep", "plain xla" if plain else "default",
         f"{tokens} tok, {'full' if full else 'sliding'} layer",
-        step, _setup(tokens, full), 4 * vectors,
+        step, _setup(tokens, full), 4 * vectors, CALLS,
         result=lambda carry, shared: tuple(run(**shared | carry)),
         expected=lambda carry, shared: reference.qkv_prep(**shared | carry, **options),
         tolerance=5e-3,  # of bfloat16: a sum of another order may fall on the other side
