@@ -49,7 +49,9 @@ def _product(tiles, tile, x_ref, weight_ref, out_ref):
     def step(i, acc):
         column = i * columns + jnp.arange(columns, dtype=jnp.int32)
         w = weight_ref[safe, column[None, :]]
-        return acc + plt.dot(w, x_ref[line, column[:, None]])
+        # Masked, not repeated: all programs read the same lines of L2 at about the same time.
+        x = plt.load(x_ref.at[line, column[:, None]], mask=(token < tokens)[None, :], other=0)
+        return acc + plt.dot(w, x)
 
     acc = jnp.zeros((tiles.rows, token.shape[0]), jnp.float32)
     acc = lax.fori_loop(0, total // columns, step, acc)
