@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.sampling import kernel
+from pallas_kernels.sampling import kernel, tally
 
 __all__ = ["prefix_end", "unsupported"]
 
@@ -44,5 +44,6 @@ def prefix_end(
     if reason := unsupported(logits.shape[1]):
         raise ValueError(f"prefix_end: {reason}")
     largest, sums = kernel.group(logits, interpret)
-    head, floor = kernel.choose_head(largest, interpret)
-    return kernel.search(logits, largest, sums, head, floor, top_k, top_p, interpret)
+    head = kernel.choose_head(largest, sums, top_k, top_p, logits.shape[1], interpret)
+    tallied = tally.tally(logits, head.top, head.mass, head.flat, top_p, interpret)
+    return kernel.search(logits, head, tallied, top_k, top_p, interpret)
