@@ -44,6 +44,6 @@ def prefix_end(
     if reason := unsupported(logits.shape[1]):
         raise ValueError(f"prefix_end: {reason}")
     largest, sums = kernel.group(logits, interpret)
-    head = kernel.choose_head(largest, sums, top_k, top_p, logits.shape[1], interpret)
-    tallied = tally.tally(logits, head.top, head.mass, head.flat, top_p, interpret)
-    return kernel.search(logits, head, tallied, top_k, top_p, interpret)
+    head, floor = kernel.choose_head(largest, interpret)
+    tallied = tally.tally(logits, largest, sums, top_k, top_p, interpret)
+    return kernel.search(logits, largest, sums, head, floor, tallied, top_k, top_p, interpret)

@@ -6,13 +6,10 @@ these, lies in the HEAD groups that reach it. One program holds these in registe
 threshold bit by bit, as the plain version does. Where they do not reach far enough (a large k, many
 equal values), the same search reads the whole row instead.
 
-Where p alone cuts a flat row, `tally.py` has found the threshold before.
+Where p alone cuts, `tally.py` has found its threshold before.
 
 Floats are compared as integers of the same order.
 """
-
-import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +21,10 @@ from pallas_kernels.sampling.row import (
     LOWEST,
     load_row,
     mass_to_reach,
+    only_p_cuts,
     order_of,
     store_row,
+    total_mass,
     value_of,
 )
 from pallas_kernels.sampling.tally import chosen, chunk_of_tie
@@ -59,57 +58,30 @@ def _group_body(logit_ref, largest_ref, sum_ref):
     plt.store(sum_ref.at[row, at], sums, mask=exists)
 
 
-class Head(NamedTuple):
-    """What is known of each row by its groups.
+def choose_head(largest: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """[B, groups] -> the groups that reach `floor` [B, HEAD], -1 for none; `floor` as integer [B].
 
-    Attributes:
-      groups: int32 [B, HEAD] the groups that reach `floor`, -1 for none.
-      floor: int32 [B] as integer; the largest where more than HEAD groups reach it, because they
-        are equal: nothing is sure to be among those that were chosen.
-      top: float32 [B] the largest logit.
-      mass: float32 [B] Σ exp(logit - top).
-      flat: bool [B] whether p alone cuts the row, and the largest of each group do not reach it.
+    Where more than HEAD do, because they are equal, it is the largest integer: nothing is sure to
+    be among those that were chosen.
     """
-
-    groups: jax.Array
-    floor: jax.Array
-    top: jax.Array
-    mass: jax.Array
-    flat: jax.Array
-
-
-def choose_head(
-    largest: jax.Array,
-    sums: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    vocabulary: int,
-    interpret: bool,
-) -> Head:
-    """Chooses from the groups' largest values and sums [B, groups]."""
     rows = largest.shape[0]
-    shapes = Head(
-        jax.ShapeDtypeStruct((rows, HEAD), jnp.int32),
-        *(jax.ShapeDtypeStruct((rows,), t) for t in (jnp.int32, jnp.float32, jnp.float32, bool)),
-    )
-    return Head(
-        *pl.pallas_call(
-            functools.partial(_head_body, vocabulary),
-            grid=(rows,),
-            out_shape=tuple(shapes),
-            compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
-            interpret=interpret,
-            name="sampling_head",
-        )(largest, sums, top_k, top_p)
-    )
+    return pl.pallas_call(
+        _head_body,
+        grid=(rows,),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, HEAD), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="sampling_head",
+    )(largest)
 
 
-def _head_body(vocabulary, largest_ref, sum_ref, k_ref, p_ref, head_ref, floor_ref, top_ref,
-               mass_ref, flat_ref):  # fmt: skip
+def _head_body(largest_ref, head_ref, floor_ref):
     row, groups = pl.program_id(0), largest_ref.shape[1]
     at = jnp.arange(pl.next_power_of_2(groups), dtype=jnp.int32)
-    largest = load_row(largest_ref, row, at)
-    rank = order_of(largest, at < groups)
+    rank = order_of(load_row(largest_ref, row, at), at < groups)
     floor = _largest(lambda t: (rank >= t).astype(jnp.int32).sum() >= HEAD, LOWEST, 32)
     reaches = (at < groups) & (rank >= floor)
     place = jnp.cumsum(reaches.astype(jnp.int32)) - 1
@@ -118,18 +90,14 @@ def _head_body(vocabulary, largest_ref, sum_ref, k_ref, p_ref, head_ref, floor_r
     store_row(head_ref, row, place, at, reaches & (place < HEAD))
     store_row(head_ref, row, rest, jnp.full((HEAD,), -1, jnp.int32), rest >= count)
     floor_ref[row] = jnp.where(count > HEAD, -1 - LOWEST, jnp.maximum(floor, LOWEST + 1))
-    top = largest.max()
-    weight = jnp.exp(largest - top)
-    mass = (plt.load(sum_ref.at[row, at], mask=at < groups, other=0) * weight).sum()
-    top_ref[row], mass_ref[row] = top, mass
-    held = jnp.where(count > HEAD, 0, jnp.where(reaches, weight, 0).sum())
-    p_alone = (k_ref[row] >= vocabulary) & (p_ref[row] < 1)
-    flat_ref[row] = p_alone & (held < mass_to_reach(p_ref[row], mass))
 
 
 def search(
     logits: jax.Array,
-    head: Head,
+    largest: jax.Array,
+    sums: jax.Array,
+    head: jax.Array,
+    floor: jax.Array,
     tallied: tuple,
     top_k: jax.Array,
     top_p: jax.Array,
@@ -147,14 +115,14 @@ def search(
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="sampling_search",
-    )(logits, *head, *tallied, top_k, top_p)
+    )(logits, largest, sums, head, floor, *tallied, top_k, top_p)
 
 
-def _search_body(logit_ref, head_ref, floor_ref, top_ref, mass_ref, flat_ref, tally_ref, known_ref,
+def _search_body(logit_ref, largest_ref, sum_ref, head_ref, floor_ref, tally_ref, known_ref,
                  above_ref, k_ref, p_ref, value_ref, id_ref):  # fmt: skip
     row, vocabulary = pl.program_id(0), logit_ref.shape[1]
-    floor, top, flat = floor_ref[row], top_ref[row], flat_ref[row]
-    k, p = k_ref[row], p_ref[row]
+    floor, k, p = floor_ref[row], k_ref[row], p_ref[row]
+    top, mass = total_mass(largest_ref, sum_ref, row)
     place = jnp.arange(CHUNK, dtype=jnp.int32)
     first = head_ref[row, lax.div(place, GROUP)]
     token = jnp.where(first < 0, vocabulary, first * GROUP + lax.rem(place, GROUP))
@@ -191,17 +159,18 @@ def _search_body(logit_ref, head_ref, floor_ref, top_ref, mass_ref, flat_ref, ta
     ties_k = k - total(counts(lambda rank, _: rank > last_k), enough)
     kept = total(masses(lambda rank: rank > last_k), enough)
     kept += ties_k.astype(jnp.float32) * weight(last_k)
-    target = mass_to_reach(p, jnp.where(k_cuts, kept, mass_ref[row]))
+    target = mass_to_reach(p, jnp.where(k_cuts, kept, mass))
 
-    p_cuts = (p < 1) & ~flat
+    alone = only_p_cuts(k, p, vocabulary)
+    p_cuts = (p < 1) & ~alone
     enough = ~p_cuts | (masses(lambda rank: rank >= floor)(*held).sum() >= target)
     last_p = _largest(
         lambda t: total(masses(lambda rank: rank >= t), enough) >= target, LOWEST, 32, p_cuts
     )
     above = total(masses(lambda rank: rank > last_p), enough)
     bits, larger = chosen(tally_ref, known_ref, above_ref, row, target)
-    last_p = jnp.where(flat, bits ^ LOWEST, last_p)
-    ties_p = (target - jnp.where(flat, larger, above)) / weight(last_p)
+    last_p = jnp.where(alone, bits ^ LOWEST, last_p)
+    ties_p = (target - jnp.where(alone, larger, above)) / weight(last_p)
     ties_p = jnp.clip(jnp.ceil(ties_p), 1, vocabulary).astype(jnp.int32)
 
     last = jnp.maximum(last_k, last_p)
@@ -209,7 +178,7 @@ def _search_body(logit_ref, head_ref, floor_ref, top_ref, mass_ref, flat_ref, ta
     ties = jnp.where(last_k == last, jnp.minimum(ties, ties_k), ties)
     # Of the values equal to the last one kept, the `ties` lowest ids stay.
     cuts = last > LOWEST
-    enough = ~cuts | (last >= floor) | flat
+    enough = ~cuts | (last >= floor) | alone
 
     def skip(i, state):
         chunk, before = state
@@ -219,8 +188,8 @@ def _search_body(logit_ref, head_ref, floor_ref, top_ref, mass_ref, flat_ref, ta
 
     chunk, before = lax.fori_loop(0, chunks(enough), skip, (jnp.int32(0), jnp.int32(0)))
     tallied = chunk_of_tie(tally_ref, row, bits, weight(last), ties)
-    chunk, before = jnp.where(flat, tallied[0], chunk), jnp.where(flat, tallied[1], before)
-    enough &= ~flat
+    chunk, before = jnp.where(alone, tallied[0], chunk), jnp.where(alone, tallied[1], before)
+    enough &= ~alone
     rank, token = (jnp.where(enough, x, y) for x, y in zip(held, read(chunk), strict=True))
 
     def tied_before(back):

@@ -1,4 +1,4 @@
-"""The threshold of p in a flat row that k does not cut: p may keep a tenth of all tokens.
+"""The threshold of p in a row that k does not cut, which may keep a tenth of all tokens.
 
 Four bits at a time, from the highest: a launch sums what has each of the sixteen values that the
 next four bits can have, chunk by chunk of the row; the next one adds up the chunks and goes on.
@@ -12,7 +12,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.sampling.row import LOWEST, load_row, mass_to_reach, order_of
+from pallas_kernels.sampling.row import (
+    LOWEST,
+    load_row,
+    mass_to_reach,
+    only_p_cuts,
+    order_of,
+    total_mass,
+)
 from pallas_kernels.sampling.tiles import CHUNK
 
 BITS = 4  # of a launch
@@ -20,15 +27,15 @@ BITS = 4  # of a launch
 
 def tally(
     logits: jax.Array,
-    top: jax.Array,
-    mass: jax.Array,
-    flat: jax.Array,
+    largest: jax.Array,
+    sums: jax.Array,
+    top_k: jax.Array,
     top_p: jax.Array,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The last launch's sums [B, chunks, 16], the bits known before it [B], and the sum above [B].
 
-    `chosen` makes of them what they say; rows that are not flat hold anything.
+    `chosen` makes of them what they say; rows that k cuts or p does not hold anything.
     """
     rows, vocabulary = logits.shape
     chunks = pl.cdiv(vocabulary, CHUNK)
@@ -45,25 +52,26 @@ def tally(
             compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
             interpret=interpret,
             name="sampling_tally",
-        )(logits, top, mass, flat, top_p, *found)
+        )(logits, largest, sums, top_k, top_p, *found)
     return tuple(found)
 
 
-def _body(shift, logit_ref, top_ref, mass_ref, flat_ref, p_ref, *refs):
+def _body(shift, logit_ref, largest_ref, sum_ref, k_ref, p_ref, *refs):
     *before, sums_ref, known_ref, above_ref = refs
     chunk, row, vocabulary = pl.program_id(0), pl.program_id(1), logit_ref.shape[1]
 
-    @pl.when(flat_ref[row])
+    @pl.when(only_p_cuts(k_ref[row], p_ref[row], vocabulary))
     def _():
+        top, mass = total_mass(largest_ref, sum_ref, row)
         known, above = jnp.int32(0), jnp.float32(0)
         if before:
-            known, above = chosen(*before, row, mass_to_reach(p_ref[row], mass_ref[row]))
+            known, above = chosen(*before, row, mass_to_reach(p_ref[row], mass))
         known_ref[row], above_ref[row] = known, above  # all programs write the same
         token = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         value = load_row(logit_ref, row, token)
         bits = lax.shift_right_logical(order_of(value, token < vocabulary) ^ LOWEST, shift)
         begins = lax.shift_right_logical(bits, BITS) == known if before else True
-        weight = jnp.where(begins, jnp.exp(value - top_ref[row]), 0)
+        weight = jnp.where(begins, jnp.exp(value - top), 0)
         for i in range(1 << BITS):
             sums_ref[row, chunk, i] = jnp.where(bits & ((1 << BITS) - 1) == i, weight, 0).sum()
 
