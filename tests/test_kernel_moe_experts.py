@@ -65,7 +65,7 @@ def test_five_tokens_one_of_them_padding(format, monkeypatch):
 
 def test_seventeen_tokens_on_one_expert_need_three_passes(monkeypatch):
     picked = jnp.full((17, 1), 1, jnp.int32)
-    run_both("nvfp4", 17, [True] * 17, picked, 3, 128, 48, monkeypatch)
+    run_both("nvfp4", 17, [True] * 17, picked, 3, 576, 48, monkeypatch)
 
 
 ROUND = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import sampling
-from pallas_kernels.sampling import kernel, reference
+from pallas_kernels.sampling import kernel, reference, tally
 
 SETTINGS = list(itertools.product((1, 2, 7, 50, 10**6), (0.0, 1e-9, 0.4371, 0.91234, 1.0)))
 
@@ -18,6 +18,7 @@ def small_tiles(monkeypatch):
     """A head of 4 x 8 values, so that rows of 300 need the search of the whole row too."""
     for name, value in {"GROUP": 8, "GROUPS": 4, "HEAD": 4, "CHUNK": 32}.items():
         monkeypatch.setattr(kernel, name, value)
+    monkeypatch.setattr(tally, "CHUNK", 32)
 
 
 def assert_ends(logits, top_k, top_p, interpret=True):

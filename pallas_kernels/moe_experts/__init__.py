@@ -76,9 +76,8 @@ def moe_experts_slots(
         raise ValueError(f"moe_experts: {tokens} tokens, slots are of at most {MAX_TOKENS}")
     if weights.shape[0] * weights.shape[1] != plan.order.shape[0]:
         raise ValueError(f"moe_experts: weights {weights.shape} do not fit {plan.order.shape[0]}")
-    shape = tiles.choose(2 * inner, hidden)
-    h = kernel_sm90.gate_up(x, plan, w13, shape, gate_softcap, up_softcap)
-    y = kernel_sm90.down(h, weights, plan, w2, tiles.choose(hidden, inner))
+    h = kernel_sm90.gate_up(x, plan, w13, tiles.choose(2 * inner), gate_softcap, up_softcap)
+    y = kernel_sm90.down(h, weights, plan, w2, tiles.choose(hidden))
     return y.reshape(*weights.shape, hidden)
 
 

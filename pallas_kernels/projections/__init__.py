@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float
 
 from pallas_kernels.projections import kernel, tiles
-from pallas_kernels.projections.tiles import TileConfig
 
-__all__ = ["TileConfig", "project", "unsupported"]
+__all__ = ["project", "unsupported"]
 
 MAX_TOKENS = 64
 
@@ -24,7 +23,7 @@ def unsupported(tokens: int, columns: int) -> str | None:
 def project(
     products: Sequence[tuple[Float[Array, "T _"], Float[Array, "_ _"]]],
     *,
-    config: TileConfig | None = None,
+    stages: int | None = None,
     interpret: bool = False,
 ) -> list[Float[Array, "T _"]]:
     """Multiplies activations by weights, each of which is read once.
@@ -32,7 +31,7 @@ def project(
     Args:
       products: pairs of an input [T, K] and a weight [N, K] of one dtype; N and K may differ from
         pair to pair.
-      config: tiles, by default chosen from the shapes.
+      stages: tiles that a program has under way, by default chosen from the shapes.
       interpret: run in Pallas' interpreter.
 
     Returns:
@@ -47,5 +46,5 @@ def project(
         if x.shape[1] != weight.shape[1]:
             raise ValueError(f"project: {x.shape[1]} columns for a weight of {weight.shape[1]}")
     inputs, weights = zip(*products, strict=True)
-    config = config or tiles.choose([w.shape[0] for w in weights])
-    return list(kernel.project(inputs, weights, config, interpret))
+    stages = stages or tiles.stages([w.shape[0] for w in weights])
+    return list(kernel.project(inputs, weights, stages, interpret))

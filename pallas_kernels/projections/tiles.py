@@ -1,30 +1,25 @@
 """Tiles of thin products."""
 
-import dataclasses
 from collections.abc import Sequence
 
+ROWS, COLUMNS = 64, 128  # of a weight that a program multiplies at a time
 PROGRAMS = 132  # multiprocessors of an H100 or H200
-WEIGHTS = 64 * 128  # of a tile: with four stages, 64 KB in flight
 
 
-@dataclasses.dataclass(frozen=True)
-class TileConfig:
-    """A program multiplies `rows` weight rows, `WEIGHTS / rows` columns of them at a time."""
-
-    rows: int = 64
-    warps: int = 4
-    stages: int = 4
-
-    def columns(self, total: int) -> int:
-        """How many of a weight's columns at a time: a power of two that divides them."""
-        return min(WEIGHTS // self.rows, total & -total)
-
-    def programs(self, rows: int) -> int:
-        """How many programs a weight takes."""
-        return -(-rows // self.rows)
+def columns(total: int) -> int:
+    """How many of a weight's columns at a time: a power of two that divides them."""
+    return min(COLUMNS, total & -total)
 
 
-def choose(rows: Sequence[int]) -> TileConfig:
-    """Halves the tiles where those of all weights together do not fill the device (wo, TP4)."""
-    wide = TileConfig()
-    return wide if sum(map(wide.programs, rows)) >= PROGRAMS else TileConfig(rows=32)
+def programs(rows: int) -> int:
+    """How many programs a weight takes."""
+    return -(-rows // ROWS)
+
+
+def stages(rows: Sequence[int]) -> int:
+    """How many tiles a program has under way: four, so that two programs fit a multiprocessor.
+
+    Seven, which still fit with 64 tokens, where those of all weights together are fewer than the
+    multiprocessors (wo, TP4).
+    """
+    return 4 if sum(map(programs, rows)) >= PROGRAMS else 7

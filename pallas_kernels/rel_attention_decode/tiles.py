@@ -18,8 +18,8 @@ class TileConfig:
 def choose(batch: int, kv_heads: int, rows: int, slots: int) -> TileConfig:
     """As many splits as fill the device once, a power of two (the combine reads them as a tile).
 
-    Many query rows (> 32) halve the splits: a split costs rows x d floats of partial results.
+    Many query rows (> 32) halve the keys of a step, so that two programs still fit a
+    multiprocessor: one computes while the other waits for its keys.
     """
-    wanted = PROGRAMS // (batch * kv_heads * (2 if rows > 32 else 1))
-    most = min(max(wanted, 1), -(-slots // 64))
-    return TileConfig(1 << (most.bit_length() - 1))
+    most = min(max(PROGRAMS // (batch * kv_heads), 1), -(-slots // 64))
+    return TileConfig(1 << (most.bit_length() - 1), keys=32 if rows > 32 else 64)

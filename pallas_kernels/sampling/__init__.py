@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.sampling import kernel
+from pallas_kernels.sampling import kernel, tally
 
 __all__ = ["prefix_end", "unsupported"]
 
@@ -45,4 +45,5 @@ def prefix_end(
         raise ValueError(f"prefix_end: {reason}")
     largest, sums = kernel.group(logits, interpret)
     head, floor = kernel.choose_head(largest, interpret)
-    return kernel.search(logits, largest, sums, head, floor, top_k, top_p, interpret)
+    tallied = tally.tally(logits, largest, sums, top_k, top_p, interpret)
+    return kernel.search(logits, largest, sums, head, floor, tallied, top_k, top_p, interpret)

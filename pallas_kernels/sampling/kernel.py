@@ -3,8 +3,10 @@
 Only few of a row's values can be the last one kept, and those with the largest values are found
 through the largest of each group of neighbours: whatever is at least `floor`, the HEADth largest of
 these, lies in the HEAD groups that reach it. One program holds these in registers and finds each
-threshold bit by bit, as the plain version does. Where they do not reach far enough (a flat
-distribution, a large k, many equal values), the same search reads the whole row instead.
+threshold bit by bit, as the plain version does. Where they do not reach far enough (a large k, many
+equal values), the same search reads the whole row instead.
+
+Where p alone cuts, `tally.py` has found its threshold before.
 
 Floats are compared as integers of the same order.
 """
@@ -15,9 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.sampling.row import (
+    LOWEST,
+    load_row,
+    mass_to_reach,
+    only_p_cuts,
+    order_of,
+    store_row,
+    total_mass,
+    value_of,
+)
+from pallas_kernels.sampling.tally import chosen, chunk_of_tie
 from pallas_kernels.sampling.tiles import CHUNK, GROUP, GROUPS, HEAD, WARPS
-
-_LOWEST = -(2**31)
 
 
 def group(logits: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -38,7 +49,7 @@ def _group_body(logit_ref, largest_ref, sum_ref):
     row = pl.program_id(1)
     at = pl.program_id(0) * GROUPS + jnp.arange(GROUPS, dtype=jnp.int32)
     token = at[:, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None]
-    value = _load(logit_ref, row, token)
+    value = load_row(logit_ref, row, token)
     largest = value.max(axis=1)
     finite = jnp.maximum(largest, jnp.finfo(jnp.float32).min)  # -inf - -inf would be NaN
     sums = jnp.exp(value - finite[:, None]).sum(axis=1)
@@ -70,15 +81,15 @@ def choose_head(largest: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Arr
 def _head_body(largest_ref, head_ref, floor_ref):
     row, groups = pl.program_id(0), largest_ref.shape[1]
     at = jnp.arange(pl.next_power_of_2(groups), dtype=jnp.int32)
-    rank = _rank(_load(largest_ref, row, at), at < groups)
-    floor = _largest(lambda t: (rank >= t).astype(jnp.int32).sum() >= HEAD, _LOWEST, 32)
+    rank = order_of(load_row(largest_ref, row, at), at < groups)
+    floor = _largest(lambda t: (rank >= t).astype(jnp.int32).sum() >= HEAD, LOWEST, 32)
     reaches = (at < groups) & (rank >= floor)
     place = jnp.cumsum(reaches.astype(jnp.int32)) - 1
     count = reaches.astype(jnp.int32).sum()
     rest = jnp.arange(HEAD, dtype=jnp.int32)
-    _store(head_ref, row, place, at, reaches & (place < HEAD))
-    _store(head_ref, row, rest, jnp.full((HEAD,), -1, jnp.int32), rest >= count)
-    floor_ref[row] = jnp.where(count > HEAD, -1 - _LOWEST, jnp.maximum(floor, _LOWEST + 1))
+    store_row(head_ref, row, place, at, reaches & (place < HEAD))
+    store_row(head_ref, row, rest, jnp.full((HEAD,), -1, jnp.int32), rest >= count)
+    floor_ref[row] = jnp.where(count > HEAD, -1 - LOWEST, jnp.maximum(floor, LOWEST + 1))
 
 
 def search(
@@ -87,6 +98,7 @@ def search(
     sums: jax.Array,
     head: jax.Array,
     floor: jax.Array,
+    tallied: tuple,
     top_k: jax.Array,
     top_p: jax.Array,
     interpret: bool,
@@ -103,35 +115,34 @@ def search(
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="sampling_search",
-    )(logits, largest, sums, head, floor, top_k, top_p)
+    )(logits, largest, sums, head, floor, *tallied, top_k, top_p)
 
 
-def _search_body(logit_ref, largest_ref, sum_ref, head_ref, floor_ref, k_ref, p_ref, value_ref,
-                 id_ref):  # fmt: skip
+def _search_body(logit_ref, largest_ref, sum_ref, head_ref, floor_ref, tally_ref, known_ref,
+                 above_ref, k_ref, p_ref, value_ref, id_ref):  # fmt: skip
     row, vocabulary = pl.program_id(0), logit_ref.shape[1]
     floor, k, p = floor_ref[row], k_ref[row], p_ref[row]
-    group = jnp.arange(pl.next_power_of_2(largest_ref.shape[1]), dtype=jnp.int32)
-    largest = _load(largest_ref, row, group)
-    top = largest.max()
+    top, mass = total_mass(largest_ref, sum_ref, row)
     place = jnp.arange(CHUNK, dtype=jnp.int32)
     first = head_ref[row, lax.div(place, GROUP)]
     token = jnp.where(first < 0, vocabulary, first * GROUP + lax.rem(place, GROUP))
-    held = (_rank(_load(logit_ref, row, token), token < vocabulary), token)
+    held = (order_of(load_row(logit_ref, row, token), token < vocabulary), token)
+
+    def read(i):
+        token = i * CHUNK + place
+        return order_of(load_row(logit_ref, row, token), token < vocabulary), token
+
+    def chunks(enough):
+        return jnp.where(enough, jnp.int32(0), jnp.int32(pl.cdiv(vocabulary, CHUNK)))
 
     def total(part, enough):
         """Sums part(ranks, tokens), over the held ones alone where these are `enough`."""
-
-        def add(i, acc):
-            token = i * CHUNK + place
-            rank = _rank(_load(logit_ref, row, token), token < vocabulary)
-            return acc + part(rank, token).sum()
-
         inside = part(*held).sum()
-        chunks = jnp.where(enough, jnp.int32(0), jnp.int32(pl.cdiv(vocabulary, CHUNK)))
-        return lax.fori_loop(0, chunks, add, jnp.where(enough, inside, jnp.zeros_like(inside)))
+        begin = jnp.where(enough, inside, jnp.zeros_like(inside))
+        return lax.fori_loop(0, chunks(enough), lambda i, acc: acc + part(*read(i)).sum(), begin)
 
     def weight(rank):
-        return jnp.exp(_value(rank) - top)
+        return jnp.exp(value_of(rank) - top)
 
     def counts(reached):
         return lambda rank, token: reached(rank, token).astype(jnp.int32)
@@ -143,35 +154,50 @@ def _search_body(logit_ref, largest_ref, sum_ref, head_ref, floor_ref, k_ref, p_
     k_cuts = k < vocabulary
     enough = ~k_cuts | (counts(lambda rank, _: rank >= floor)(*held).sum() >= k)
     last_k = _largest(
-        lambda t: total(counts(lambda rank, _: rank >= t), enough) >= k, _LOWEST, 32, k_cuts
+        lambda t: total(counts(lambda rank, _: rank >= t), enough) >= k, LOWEST, 32, k_cuts
     )
     ties_k = k - total(counts(lambda rank, _: rank > last_k), enough)
-    mass = total(masses(lambda rank: rank > last_k), enough)
-    mass += ties_k.astype(jnp.float32) * weight(last_k)
-    sums = plt.load(sum_ref.at[row, group], mask=group < sum_ref.shape[1], other=0)
-    mass = jnp.where(k_cuts, mass, (sums * jnp.exp(largest - top)).sum())
+    kept = total(masses(lambda rank: rank > last_k), enough)
+    kept += ties_k.astype(jnp.float32) * weight(last_k)
+    target = mass_to_reach(p, jnp.where(k_cuts, kept, mass))
 
-    p_cuts, target = p < 1, jnp.maximum(p, 1e-30) * mass
+    alone = only_p_cuts(k, p, vocabulary)
+    p_cuts = (p < 1) & ~alone
     enough = ~p_cuts | (masses(lambda rank: rank >= floor)(*held).sum() >= target)
     last_p = _largest(
-        lambda t: total(masses(lambda rank: rank >= t), enough) >= target, _LOWEST, 32, p_cuts
+        lambda t: total(masses(lambda rank: rank >= t), enough) >= target, LOWEST, 32, p_cuts
     )
-    ties_p = (target - total(masses(lambda rank: rank > last_p), enough)) / weight(last_p)
+    above = total(masses(lambda rank: rank > last_p), enough)
+    bits, larger = chosen(tally_ref, known_ref, above_ref, row, target)
+    last_p = jnp.where(alone, bits ^ LOWEST, last_p)
+    ties_p = (target - jnp.where(alone, larger, above)) / weight(last_p)
     ties_p = jnp.clip(jnp.ceil(ties_p), 1, vocabulary).astype(jnp.int32)
 
     last = jnp.maximum(last_k, last_p)
     ties = jnp.where(last_p == last, ties_p, vocabulary)
     ties = jnp.where(last_k == last, jnp.minimum(ties, ties_k), ties)
     # Of the values equal to the last one kept, the `ties` lowest ids stay.
-    cuts = last > _LOWEST
-    enough = ~cuts | (last >= floor)
+    cuts = last > LOWEST
+    enough = ~cuts | (last >= floor) | alone
+
+    def skip(i, state):
+        chunk, before = state
+        until = before + (read(i)[0] == last).astype(jnp.int32).sum()
+        passed = (chunk == i) & (until < ties)
+        return jnp.where(passed, i + 1, chunk), jnp.where(passed, until, before)
+
+    chunk, before = lax.fori_loop(0, chunks(enough), skip, (jnp.int32(0), jnp.int32(0)))
+    tallied = chunk_of_tie(tally_ref, row, bits, weight(last), ties)
+    chunk, before = jnp.where(alone, tallied[0], chunk), jnp.where(alone, tallied[1], before)
+    enough &= ~alone
+    rank, token = (jnp.where(enough, x, y) for x, y in zip(held, read(chunk), strict=True))
 
     def tied_before(back):
-        return counts(lambda rank, token: (rank == last) & (vocabulary - 1 - token >= back))
+        return ((rank == last) & (vocabulary - 1 - token >= back)).astype(jnp.int32).sum()
 
     bits = (vocabulary - 1).bit_length()
-    back = _largest(lambda t: total(tied_before(t), enough) >= ties, 0, bits, cuts)
-    value_ref[row] = jnp.where(cuts, _value(last), -jnp.inf)
+    back = _largest(lambda t: tied_before(t) >= ties - before, 0, bits, cuts)
+    value_ref[row] = jnp.where(cuts, value_of(last), -jnp.inf)
     id_ref[row] = vocabulary - 1 - back
 
 
@@ -187,24 +213,3 @@ def _largest(reached, lowest, bits, needed=None):
 
     steps = bits if needed is None else jnp.where(needed, jnp.int32(bits), jnp.int32(0))
     return lax.fori_loop(0, steps, step, jnp.int32(lowest))
-
-
-def _rank(x, exists):
-    """Integers in the order of floats; the lowest where there is nothing."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(exists, bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF), _LOWEST)
-
-
-def _value(rank):
-    """Undoes `_rank`."""
-    bits = rank ^ (lax.shift_right_arithmetic(rank, 31) & 0x7FFFFFFF)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _load(ref, row, index):
-    return plt.load(ref.at[row, index], mask=index < ref.shape[1], other=-jnp.inf)
-
-
-def _store(ref, row, index, value, mask):
-    # Past the end where not kept: the interpreter stores masked elements too, unchanged.
-    plt.store(ref.at[row, jnp.where(mask, index, ref.shape[1])], value, mask=mask)
