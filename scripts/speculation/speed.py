@@ -67,9 +67,9 @@ class Replies:
         """Decodes to the end of the reply, using up its state: tokens, rounds and seconds."""
         state = jax.block_until_ready(state if speculator else decoding.base(state))
         done = np.asarray(decoding.base(state).done)
-        params, config = self.engine.params, self.engine.config
+        parts = decoding.Parts.of(self.engine.params, speculator)
         start = time.perf_counter()
-        _, seen = decoding.advance(params, config, speculator, state, done, BLOCK_STEPS, 0)
+        _, seen = decoding.advance(parts, self.engine.config, state, done, BLOCK_STEPS, 0)
         seen = jax.device_get(seen)
         seconds = time.perf_counter() - start
         tokens = int((seen.tokens.ids >= 0).sum())
@@ -125,10 +125,10 @@ def compare(
             state = replies.begin(prompt, temperature, seed)
             if not decoding.base(state).done.all():
                 found[name].append(replies.finish(state, speculator))
-    return {name: _summary(np.array(each), np.array(found[PLAIN])) for name, each in found.items()}
+    return {name: summary(np.array(each), np.array(found[PLAIN])) for name, each in found.items()}
 
 
-def _summary(timed: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
+def summary(timed: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
     """Sums up replies [n, 3] of one loop, beside the same of the plain one."""
     tokens, rounds, seconds = timed.T
     plain_tokens, _, plain_seconds = plain.T
