@@ -14,12 +14,36 @@ from scripts import bench_spec
 def test_a_reply_is_rounds_and_what_a_call_costs():
     rounds = np.array([2, 4, 8, 5])
     plain = np.stack([3 * rounds, 3 * rounds, 3e-3 * rounds + 1e-3], axis=1)
-    found = speed.summary(np.stack([3 * rounds, rounds, 2e-3 * rounds + 1e-3], axis=1), plain)
+    timed = np.stack([3 * rounds, rounds, 2e-3 * rounds + 1e-3], axis=1)
+    longer = np.array([[128, 70, 0.141], [128, 60, 0.121]])
+    found = speed.summary(timed, longer, plain)
     assert (found["ms_per_round"], found["ms_per_call"]) == (2.0, 1.0)
     assert (found["prompts"], found["tokens"], found["tokens_per_round"]) == (4, 57, 3.0)
     assert found["times_plain"] == pytest.approx(61 / 42, abs=1e-3)
     low, high = found["times_plain_interval"]
     assert low < found["times_plain"] < high < 1.5
+
+
+class Fake:
+    """Replies of 12 or of 128 tokens: 2 ms a round, 1 ms a call; prompt 1 ends at once."""
+
+    def begin(self, prompt, temperature, seed, stops=True):
+        state = types.SimpleNamespace(done=np.array([prompt == 1]), stops=stops)
+        return types.SimpleNamespace(base=state)
+
+    def finish(self, state, speculator):
+        tokens = 12 if state.base.stops else 128
+        rounds = tokens // (speculator or 1)
+        return tokens, rounds, 2e-3 * rounds + 1e-3
+
+
+def test_loops_are_compared_with_the_plain_one():
+    found = speed.compare(Fake(), {speed.PLAIN: None, "3": 4}, [0, 1, 2], 1.0)
+    plain, drafted = found[speed.PLAIN], found["3"]
+    assert plain["prompts"] == drafted["prompts"] == 2 and plain["tokens"] == 24
+    assert (plain["ms_per_round"], plain["ms_per_call"]) == (2.0, 1.0)
+    assert (plain["loop_times_plain"], drafted["loop_times_plain"]) == (1.0, 4.0)
+    assert drafted["times_plain"] == pytest.approx(25 / 7, abs=1e-3)
 
 
 def test_prompts_are_drawn_until_there_are_tokens_enough(monkeypatch):
