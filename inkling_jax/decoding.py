@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool
@@ -26,8 +25,7 @@ State = GenerateState | SpecState
 class Parts:
     """The arrays of a model and its drafter, taken apart once for all calls.
 
-    A call would go through Flax's variables one by one, a millisecond for four hundred: much beside
-    a block of a few steps.
+    A call would go through Flax's variables one by one, in Python: much beside a few short steps.
     """
 
     arrays: list[jax.Array]
@@ -62,18 +60,6 @@ def _begin_drafted(logits, cache, context, requests, alternatives):
     return _laid_out(*speculative.begin(logits, cache, context, requests, alternatives))
 
 
-@jax.jit(static_argnames=("config", "steps", "alternatives"), donate_argnames="state")
-def _decode(parts, config, state, steps, alternatives):
-    params, speculator = parts.join()
-    if speculator is None:
-        return _laid_out(*generation.decode_block(params, config, state, steps, alternatives))
-    return _laid_out(
-        *speculative.decode_block(
-            params, config, speculator, state, steps, alternatives=alternatives
-        )
-    )
-
-
 def _laid_out(state: State, tokens: Tokens, rounds: Rounds | None = None) -> tuple[State, Seen]:
     """Fixes where results lie on a mesh: the state as the next block takes it."""
     seen = Seen(tokens, base(state).finite, base(state).done, rounds)
@@ -96,19 +82,26 @@ def begin(
     return _begin_drafted(logits, cache, context, requests, alternatives)
 
 
+@jax.jit(static_argnames=("config", "steps", "alternatives"), donate_argnames="state")
 def advance(
     parts: Parts,
     config: Config,
     state: State,
-    ended: np.ndarray,
+    ended: Bool[Array, " B"] | np.ndarray,
     steps: int,
     alternatives: int,
 ) -> tuple[State, Seen]:
     """Takes a block of steps, or of rounds; the state is used up. `ended` rows take no part."""
-    begun = dataclasses.replace(base(state), done=by_row(jnp.asarray(ended)))
-    if isinstance(state, SpecState):
-        begun = dataclasses.replace(state, base=begun)
-    return _decode(parts, config, begun, steps, alternatives)
+    params, speculator = parts.join()
+    begun = dataclasses.replace(base(state), done=by_row(ended))
+    if speculator is None or isinstance(state, GenerateState):
+        return _laid_out(*generation.decode_block(params, config, begun, steps, alternatives))
+    state = dataclasses.replace(state, base=begun)
+    return _laid_out(
+        *speculative.decode_block(
+            params, config, speculator, state, steps, alternatives=alternatives
+        )
+    )
 
 
 def base(state: State) -> GenerateState:
