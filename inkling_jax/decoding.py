@@ -1,10 +1,9 @@
 """The engine's way to decode in blocks, with a drafter or without one."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool
@@ -19,6 +18,27 @@ from inkling_jax.speculative import Rounds, SpecState
 from sharding.partition import by_row, everywhere
 
 State = GenerateState | SpecState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The arrays of a model and its drafter, taken apart once for all calls.
+
+    A call would go through Flax's variables one by one, in Python: much beside a few short steps.
+    """
+
+    arrays: list[jax.Array]
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, params: nnx.State, speculator: Speculator | None) -> Self:
+        """Takes apart what a loop decodes with."""
+        return cls(*jax.tree.flatten((params, speculator)))
+
+    def join(self) -> tuple[nnx.State, Speculator | None]:
+        """Undoes `of`."""
+        return jax.tree.unflatten(self.tree, self.arrays)
 
 
 class Seen(NamedTuple):
@@ -38,20 +58,6 @@ def _begin(logits, cache, requests, alternatives):
 @jax.jit(static_argnames="alternatives", donate_argnames=("cache", "context"))
 def _begin_drafted(logits, cache, context, requests, alternatives):
     return _laid_out(*speculative.begin(logits, cache, context, requests, alternatives))
-
-
-@jax.jit(static_argnames=("config", "steps", "alternatives"), donate_argnames="state")
-def _decode_block(params, config, state, steps, alternatives):
-    return _laid_out(*generation.decode_block(params, config, state, steps, alternatives))
-
-
-@jax.jit(static_argnames=("config", "rounds", "alternatives"), donate_argnames="state")
-def _decode_rounds(params, config, speculator, state, rounds, alternatives):
-    return _laid_out(
-        *speculative.decode_block(
-            params, config, speculator, state, rounds, alternatives=alternatives
-        )
-    )
 
 
 def _laid_out(state: State, tokens: Tokens, rounds: Rounds | None = None) -> tuple[State, Seen]:
@@ -76,22 +82,26 @@ def begin(
     return _begin_drafted(logits, cache, context, requests, alternatives)
 
 
+@jax.jit(static_argnames=("config", "steps", "alternatives"), donate_argnames="state")
 def advance(
-    params: nnx.State,
+    parts: Parts,
     config: Config,
-    speculator: Speculator | None,
     state: State,
-    ended: np.ndarray,
+    ended: Bool[Array, " B"] | np.ndarray,
     steps: int,
     alternatives: int,
 ) -> tuple[State, Seen]:
     """Takes a block of steps, or of rounds; the state is used up. `ended` rows take no part."""
-    done = by_row(jnp.asarray(ended))
-    if isinstance(state, GenerateState):
-        state = dataclasses.replace(state, done=done)
-        return _decode_block(params, config, state, steps, alternatives)
-    state = dataclasses.replace(state, base=dataclasses.replace(state.base, done=done))
-    return _decode_rounds(params, config, speculator, state, steps, alternatives)
+    params, speculator = parts.join()
+    begun = dataclasses.replace(base(state), done=by_row(ended))
+    if speculator is None or isinstance(state, GenerateState):
+        return _laid_out(*generation.decode_block(params, config, begun, steps, alternatives))
+    state = dataclasses.replace(state, base=begun)
+    return _laid_out(
+        *speculative.decode_block(
+            params, config, speculator, state, steps, alternatives=alternatives
+        )
+    )
 
 
 def base(state: State) -> GenerateState:

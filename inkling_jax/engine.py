@@ -5,6 +5,7 @@ A batch is padded to a power of two of rows, so that few programs are compiled.
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -192,12 +193,16 @@ class Engine:
             done[: len(rows)] = [row.finish_reason is not None for row in rows]
             with on(self.mesh):
                 state, seen = decoding.advance(
-                    self.params, self.config, self.speculator, state, done, steps, alternatives
+                    self._parts, self.config, state, done, steps, alternatives
                 )
             self._hand_out(rows, seen)
             stats["kernels"] = kernel_choice.chosen()
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
+
+    @functools.cached_property
+    def _parts(self) -> decoding.Parts:
+        return decoding.Parts.of(self.params, self.speculator)
 
     def _hand_out(self, rows: Sequence[Row], seen: Seen):
         tokens, finite, done, rounds = jax.device_get(seen)

@@ -5,16 +5,18 @@
 Prompts are held out: chat questions, small tasks over a passage, and starts of documents, drawn
 from nano's corpus in WORK, none twice. Replies go to their end, and for acceptance also on behind
 it. Writes RESULT.json after each step, and RESULT.png; the table goes to stdout. The run ends
-within `--minutes`: results say how many tokens they are of.
+within `--minutes`; another one keeps what acceptance RESULT.json has of enough tokens.
 """
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from nano import batches
 from nano.stamp import stamp
 from speculation.acceptance import acceptance
@@ -43,60 +45,72 @@ def main() -> None:
         engine = ij.load(args.model, drafter="auto", draft_tokens=drafts, context=CONTEXT)
         if engine.speculator is None:
             raise SystemExit(f"{args.model} has no drafter")
+        file = args.out.with_suffix(".json")
+        earlier = json.loads(file.read_text()) if file.exists() else {}
         result: dict[str, Any] = {
+            **earlier,
             **stamp(Path(args.model)),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
             "drafts": drafts,
         }
         for part in args.parts:
             measure = measure_speed if part == "speed" else measure_acceptance
-            for found in measure(engine, source, args, end):
-                result |= found | {"kernels": chosen()}
-                write_json(args.out.with_suffix(".json"), result)
+            for _ in measure(engine, source, args, result, end):
+                write_json(file, result | {"kernels": chosen()})
         plot(result, args.out.with_suffix(".png"))
         leave(0)
 
 
 def measure_speed(
-    engine: ij.Engine, source: batches.Source, args: argparse.Namespace, end: float
-) -> Iterator[dict[str, Any]]:
-    """Yields speed by kind and temperature: each loop on the same prompts."""
+    engine: ij.Engine,
+    source: batches.Source,
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    end: float,
+) -> Iterator[None]:
+    """Adds speed by kind and temperature, each loop on the same prompts; yields after each step."""
     widest = verifying(engine.speculator, engine.speculator.drafts)
     replies = Replies(engine, widest, CONTEXT, TOKENS + 1)
     compile_all(replies, source)
     auto = with_costs(engine.params, engine.config, widest)
     fixed = {str(width): verifying(widest, width) for width in args.widths}
     loops = {PLAIN: None, **fixed, "auto": auto}
-    found: dict[str, Any] = {"cost_by_width": auto.cost.round(2).tolist(), "speed": {}}
-    print(f"costs by width: {found['cost_by_width']}", flush=True)
+    result["cost_by_width"] = np.round(np.asarray(auto.cost, float), 2).tolist()
+    print(f"costs by width: {result['cost_by_width']}", flush=True)
+    result["speed"] = {}
     for kind in ASKED:
         prompts = some(kind, source, args.prompts)
         for temperature in TEMPERATURES:
             name = f"{kind}, temperature {temperature:g}"
-            found["speed"][name] = compare(replies, loops, prompts, temperature)
-            for loop, figures in found["speed"][name].items():
+            result["speed"][name] = compare(replies, loops, prompts, temperature)
+            for loop, figures in result["speed"][name].items():
                 print(f"{name}, drafts {loop}: {figures}", flush=True)
-            yield found
+            yield
             if time.monotonic() > end:
                 return
 
 
 def measure_acceptance(
-    engine: ij.Engine, source: batches.Source, args: argparse.Namespace, end: float
-) -> Iterator[dict[str, Any]]:
-    """Yields acceptance by kind and temperature."""
-    found: dict[str, Any] = {"acceptance": {}}
+    engine: ij.Engine,
+    source: batches.Source,
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    end: float,
+) -> Iterator[None]:
+    """Adds acceptance by kind and temperature; yields after each step."""
+    found = result.setdefault("acceptance", {})
     lengths = [(kind, WHOLE) for kind in KINDS] + [(kind, FIXED) for kind in ASKED]
     steps = [(*step, temperature) for step in lengths for temperature in TEMPERATURES]
     for kind, length, temperature in steps:
+        known = found.setdefault(f"{kind}, temperature {temperature:g}", {})
+        if length in known and known[length]["tokens"] >= args.tokens:
+            continue
         setting = ij.SamplingParams(
             temperature=temperature, max_tokens=TOKENS + 1, ignore_eos=length == FIXED, logprobs=0
         )
-        figures = acceptance(engine, kind, source, setting, args.tokens, end)
-        name = f"{kind}, temperature {temperature:g}"
-        found["acceptance"].setdefault(name, {})[length] = figures
-        print(f"{name}, {length}: {figures}", flush=True)
-        yield found
+        known[length] = acceptance(engine, kind, source, setting, args.tokens, end)
+        print(f"{kind}, temperature {temperature:g}, {length}: {known[length]}", flush=True)
+        yield
 
 
 def plot(result: dict[str, Any], file: Path) -> None:

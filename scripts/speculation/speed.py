@@ -21,7 +21,7 @@ from inkling_jax.cache import init_cache
 from inkling_jax.draft_layers import init_context
 from inkling_jax.drafting import NEVER
 from inkling_jax.engine import BLOCK_STEPS
-from inkling_jax.generation import Requests
+from inkling_jax.generation import NO_TOKEN, Requests
 from inkling_jax.prompts import make_prompt
 from inkling_jax.proposing import Speculator
 from inkling_jax.reading import read_prompts
@@ -29,6 +29,8 @@ from inkling_jax.sampling import Sampling, keys_from_seeds
 from speculation.prompts import ASKED, Prompt, middle, rates, some
 
 PLAIN = "none"
+LONGER = 6  # prompts that are also continued to a fixed length
+Timed = tuple[int, int, float]  # tokens, rounds, seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +46,15 @@ class Replies:
     context: int
     tokens: int
 
-    def begin(self, prompt: Prompt, temperature: float, seed: int) -> decoding.State:
-        """Reads a prompt and draws the first token."""
+    def begin(
+        self, prompt: Prompt, temperature: float, seed: int, stops: bool = True
+    ) -> decoding.State:
+        """Reads a prompt and draws the first token; unless it `stops` a reply has all tokens."""
         engine, made = self.engine, make_prompt(self.engine.config, self.engine.tokenizer, prompt)
         read = read_prompts(
             engine.params, engine.config, [made], *self._room, None, self.speculator
         )
-        return decoding.begin(*read, self._requests(temperature, seed), 0)[0]
+        return decoding.begin(*read, self._requests(temperature, seed, stops), 0)[0]
 
     def blank(self) -> decoding.State:
         """Returns a state of the shapes that `begin` gives, without reading anything."""
@@ -61,15 +65,13 @@ class Replies:
         read = jax.device_put((logits, cache, context), jax.devices()[0])  # as what was computed
         return decoding.begin(*read, self._requests(1.0, 0), 0)[0]
 
-    def finish(
-        self, state: decoding.State, speculator: Speculator | None
-    ) -> tuple[int, int, float]:
-        """Decodes to the end of the reply, using up its state: tokens, rounds and seconds."""
+    def finish(self, state: decoding.State, speculator: Speculator | None) -> Timed:
+        """Decodes to the end of the reply, using up its state."""
         state = jax.block_until_ready(state if speculator else decoding.base(state))
         done = np.asarray(decoding.base(state).done)
-        params, config = self.engine.params, self.engine.config
+        parts = decoding.Parts.of(self.engine.params, speculator)
         start = time.perf_counter()
-        _, seen = decoding.advance(params, config, speculator, state, done, BLOCK_STEPS, 0)
+        _, seen = decoding.advance(parts, self.engine.config, state, done, BLOCK_STEPS, 0)
         seen = jax.device_get(seen)
         seconds = time.perf_counter() - start
         tokens = int((seen.tokens.ids >= 0).sum())
@@ -80,9 +82,10 @@ class Replies:
         drafts = self.speculator.drafts
         return self.context + drafts, 1 + drafts
 
-    def _requests(self, temperature: float, seed: int) -> Requests:
+    def _requests(self, temperature: float, seed: int, stops: bool = True) -> Requests:
         setting = ij.SamplingParams(temperature=temperature)
         stop_ids = jnp.array([self.engine.stop_ids], jnp.int32)
+        stop_ids = stop_ids if stops else jnp.full_like(stop_ids, NO_TOKEN)
         budget = jnp.array([self.tokens], jnp.int32)
         return Requests(Sampling.stack([setting]), keys_from_seeds([seed]), stop_ids, budget)
 
@@ -114,26 +117,33 @@ def compare(
     prompts: Sequence[Prompt],
     temperature: float,
 ) -> dict[str, dict[str, Any]]:
-    """Returns each loop's speed on the same prompts.
-
-    A line through the replies' seconds over their rounds parts the time of a round (of a token
-    without drafts) from what a call costs once.
-    """
-    found: dict[str, list[tuple[int, int, float]]] = {name: [] for name in loops}
+    """Returns each loop's speed on the same prompts; a few also go on behind a reply's end."""
+    ended: dict[str, list[Timed]] = {name: [] for name in loops}
+    longer: dict[str, list[Timed]] = {name: [] for name in loops}
     for seed, prompt in enumerate(prompts):
-        for name, speculator in loops.items():
-            state = replies.begin(prompt, temperature, seed)
-            if not decoding.base(state).done.all():
-                found[name].append(replies.finish(state, speculator))
-    return {name: _summary(np.array(each), np.array(found[PLAIN])) for name, each in found.items()}
+        for found in (ended, longer)[: 2 if seed < LONGER else 1]:
+            for name, speculator in loops.items():
+                state = replies.begin(prompt, temperature, seed, found is ended)
+                if not decoding.base(state).done.all():
+                    found[name].append(replies.finish(state, speculator))
+    plain, table = np.array(ended[PLAIN]), {}
+    for name in loops:
+        table[name] = summary(np.array(ended[name]), np.array(longer[name]), plain)
+        loop = table[name]["tokens_per_round"] / table[name]["ms_per_round"]
+        table[name]["loop_times_plain"] = round(loop * table[PLAIN]["ms_per_round"], 3)
+    return table
 
 
-def _summary(timed: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
-    """Sums up replies [n, 3] of one loop, beside the same of the plain one."""
+def summary(timed: np.ndarray, longer: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
+    """Sums up replies [n, 3] (tokens, rounds, seconds) of one loop, beside those of the plain one.
+
+    A line through the seconds of these and of `longer` ones over their rounds parts the time of a
+    round (of a token without drafts) from what a call costs once.
+    """
     tokens, rounds, seconds = timed.T
     plain_tokens, _, plain_seconds = plain.T
     speed = tokens.sum() / seconds.sum()
-    slope, once = np.polyfit(rounds, seconds, 1)
+    slope, once = np.polyfit(*np.concatenate((timed, longer))[:, 1:].T, 1)
     figures = {
         "tokens_per_second": speed,
         "tokens_per_round": tokens.sum() / rounds.sum(),
@@ -145,6 +155,6 @@ def _summary(timed: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
     return {
         "prompts": len(tokens),
         "tokens": int(tokens.sum()),
-        **{name: round(float(value), 3) for name, value in figures.items()},
+        **{name: round(float(value), 4) for name, value in figures.items()},
         "times_plain_interval": middle(ratios),
     }
