@@ -142,7 +142,7 @@ def time_case(loop: Any, carry: Any, args: tuple, target: float) -> list[float]:
 
 def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float) -> Iterator[dict]:
     """Yields a row per case; neighbours of an op are compiled side by side, then run in turn."""
-    ceiling, setup, inputs = None, None, None
+    ceilings, setup, inputs = {}, None, None
     for _, group in itertools.groupby(cases, key=lambda case: (case.op, case.compared)):
         group = list(group)
         for case, programs in zip(group, compile_group(group, deadline), strict=True):
@@ -155,8 +155,11 @@ def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float)
                     inputs = jax.block_until_ready(programs.setup.result(timeout=0)(key))
                     setup = case.setup
                 row |= measure(case, programs, *inputs, target)
-                ceiling = ceiling or row["bytes"] / row["us"]  # of the first case
-                row["share_of_ceiling"] = row["bytes"] / row["us"] / ceiling
+                rate = row["bytes"] / row["us"]
+                if case.op == "limit":
+                    ceilings[case.variant] = rate
+                if case.ceiling in ceilings:
+                    row["share_of_ceiling"] = rate / ceilings[case.ceiling]
             except (TimeoutError, CancelledError):
                 row["skipped"] = "the time was up"
             except ImportError as error:
@@ -197,7 +200,7 @@ def describe(row: dict) -> str:
         verdict = f"{'' if row['correct'] else 'WRONG, '}error {row['relative_error']:.1e}"
     return (
         f"{row['us']:9.2f} us ± {row['spread_us'] / 2:6.2f} {row['bytes'] / 1e6:9.1f} MB "
-        f"{100 * row['share_of_ceiling']:6.1f} % of the ceiling, {verdict}"
+        f"{100 * row.get('share_of_ceiling', jnp.nan):6.1f} % of the ceiling, {verdict}"
     )
 
 
