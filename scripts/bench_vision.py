@@ -26,8 +26,9 @@ from flax import nnx
 
 from inkling_jax import kernel_choice
 from inkling_jax.config import Config, VisionConfig, inkling2_small
-from inkling_jax.model import encode_image, init_params
+from inkling_jax.model import encode_image
 from inkling_jax.reading import encode_pictures, padded_tiles
+from scripts.decode_step.parts import Part, random_params
 from scripts.time_limit import write_json
 
 # Rows and columns of tiles: 1,040², sixteen of 520², and pictures of many shapes.
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             projection_hidden_dim=32, text_hidden_size=128,
         )  # fmt: skip
     config = few_words(vision)
-    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+    params = random_params(Part("vision", config, ("nvfp4",), jnp.bfloat16), packed=False)
     result = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,

@@ -121,5 +121,4 @@ def interpreted(monkeypatch, kernel):
     monkeypatch.setattr(kernel.pl, "pallas_call", interpreting)
     monkeypatch.setattr(kernel.plt, "max_contiguous", lambda x, values: x)
     monkeypatch.setattr(kernel.pl, "multiple_of", lambda x, values: x)
-    monkeypatch.setattr(kernel.plt, "debug_barrier", lambda: None)
     jax.clear_caches()
