@@ -32,8 +32,10 @@ from pallas_kernels.moe_experts import PackedExperts, Plan
 OPERATIONS = (
     *("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix"),
     *("allreduce_conv_mix", "draft_attention", "conv_mix_long", "qkv_prep_long"),
+    "image_attention",
 )
-EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT, MIX_LONG, PREPARE_LONG = OPERATIONS
+EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT, *_PREFILL = OPERATIONS
+MIX_LONG, PREPARE_LONG, IMAGE = _PREFILL
 # On two H200s 23 µs for a row, NCCL's sum and conv_mix 19 (scripts/results/sharded_h200.json).
 REDUCES = False  # whether devices add up within conv_mix
 MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
@@ -232,6 +234,23 @@ def attend_draft(
 ) -> Float[Array, "B T H d"]:
     """Attention of a block to its context and to itself by the kernel, in the context's dtype."""
     return _draft_attention(q, k, v, q_norm, k_norm, cos, sin, context, start, layer=layer, eps=eps)
+
+
+def takes_image(dtype: jnp.dtype) -> bool:
+    """Tells whether cuDNN attends within pictures."""
+    refusal = None if dtype == jnp.bfloat16 else f"activations are {dtype.name}, not bfloat16"
+    return choose(IMAGE, refusal)
+
+
+def attend_image(
+    q: Float[Array, "n H d"],
+    k: Float[Array, "n H d"],
+    v: Float[Array, "n H d"],
+    count: Int[Array, ""],
+) -> Float[Array, "n H d"]:
+    """Attention to the first `count` tokens of a picture by cuDNN."""
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    return attend(q[None], k[None], v[None], key_value_seq_lengths=count[None])[0]
 
 
 def takes_sampling(vocabulary: int) -> bool:

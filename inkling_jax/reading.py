@@ -1,7 +1,7 @@
 """Reads prompts into a cache in chunks of a few bucketed lengths, so that few programs compile."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,14 @@ from sharding.mesh import batch_parts, current_mesh
 from sharding.partition import by_row, everywhere
 
 PREFILL_BUCKETS = (32, 128, 512, 2048)
-FEWEST_TILES, FEWEST_FEATURES = 4, 16  # of a picture and of a batch, before padding to powers of 2
+FEWEST_TILES, FEWEST_FEATURES = 4, 16  # of a picture and of all, padding included
+MOST_TILES = 4096  # of the pictures that are encoded together
 
 _init_cache = jax.jit(
     init_cache, static_argnames=("config", "batch", "capacity", "max_block", "dtype")
 )
 _init_context = jax.jit(init_context, static_argnames=("config", "batch", "capacity", "dtype"))
-_encode = jax.jit(encode_image, static_argnames="config")
+_encode = jax.jit(jax.vmap(encode_image, in_axes=(None, None, 0, 0)), static_argnums=1)
 
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "context", "logits"))
@@ -149,18 +150,49 @@ def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt], dtyp
 
     Without pictures there are rows of zeros, so that both kinds of prompts share a program.
     """
-    found, first_row, at = [np.zeros((0, config.text.hidden_size), dtype)], [], 0
-    for prompt in prompts:
-        first_row.append(at)
-        for tiles, grid in prompt.pictures:
-            size = power_of_two(len(tiles), FEWEST_TILES)
-            padded = np.zeros((size, *tiles.shape[1:]), np.float32)
-            padded[: len(tiles)] = tiles
-            feature = _encode(params, config, padded, np.array(grid, np.int32))
-            found.append(np.asarray(feature)[: len(tiles)])
-            at += len(tiles)
-    joined = np.concatenate(found)
-    return np.pad(joined, ((0, power_of_two(at, FEWEST_FEATURES) - at), (0, 0))), first_row
+    pictures = [picture for prompt in prompts for picture in prompt.pictures]
+    found = encode_pictures(params, config, pictures)
+    counts = [sum(len(tiles) for tiles, _ in prompt.pictures) for prompt in prompts]
+    joined = np.concatenate([np.zeros((0, config.text.hidden_size), dtype), *found])
+    padding = power_of_two(len(joined), FEWEST_FEATURES) - len(joined)
+    return np.pad(joined, ((0, padding), (0, 0))), np.cumsum([0, *counts[:-1]])
+
+
+def encode_pictures(
+    params: nnx.State, config: Config, pictures: Sequence[tuple[np.ndarray, tuple[int, int]]]
+) -> list[np.ndarray]:
+    """Returns the features [n, D] of each picture's n tiles; like sizes are encoded together.
+
+    Args:
+      pictures: tiles and (rows, columns), as in `Prompt`.
+    """
+    found: dict[int, np.ndarray] = {}
+    for size, group in _batches([len(tiles) for tiles, _ in pictures]):
+        padded = np.zeros((len(group), size, *pictures[0][0].shape[1:]), np.float32)
+        for row, i in zip(padded, group, strict=True):
+            row[: len(pictures[i][0])] = pictures[i][0]
+        grids = np.array([pictures[i][1] for i in group], np.int32)
+        features = np.asarray(_encode(params, config, padded, grids))
+        found |= {i: row[: len(pictures[i][0])] for i, row in zip(group, features, strict=True)}
+    return [found[i] for i in range(len(pictures))]
+
+
+def padded_tiles(n: int) -> int:
+    """Returns to how many tiles a picture of n is filled up: by less than a quarter, beyond 4."""
+    step = 1 << max((n - 1).bit_length() - 3, 0)
+    return max(-(-n // step) * step, FEWEST_TILES)
+
+
+def _batches(counts: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yields (padded size, which pictures) of calls of a power of two of pictures."""
+    sizes = [padded_tiles(n) for n in counts]
+    for size in sorted(set(sizes)):
+        left = [i for i, other in enumerate(sizes) if other == size]
+        while left:
+            most = min(len(left), max(MOST_TILES // size, 1))
+            now = 1 << (most.bit_length() - 1)
+            yield size, left[:now]
+            left = left[now:]
 
 
 def _window(array: np.ndarray, at: int, size: int, fill: int = 0) -> np.ndarray:

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from inkling_jax import ops
 from inkling_jax.config import VisionConfig
 from inkling_jax.layers import LayerNorm, Linear, einsum, param
 
@@ -124,20 +125,24 @@ class VisionAttention(nnx.Module):
         n = x.shape[0]
         q, k, v = (f(x).reshape(n, self.heads, -1) for f in (self.q, self.k, self.v))
         q, k = _rotate(q, rope), _rotate(k, rope)
+        attend = ops.attend_image if ops.takes_image(x.dtype) else _attend
+        return self.out(attend(q, k, v, count).astype(x.dtype).reshape(n, -1))
 
-        def one_block(q):
-            scores = einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-            scores = jnp.where(jnp.arange(n) < count, scores, -jnp.inf)
-            return einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
 
-        if n <= QUERY_BLOCK:
-            y = one_block(q)
-        else:
-            pad = -n % QUERY_BLOCK
-            blocks = jnp.pad(q, ((0, pad), (0, 0), (0, 0)))
-            blocks = blocks.reshape(-1, QUERY_BLOCK, *q.shape[1:])
-            y = jax.lax.map(one_block, blocks).reshape(n + pad, *q.shape[1:])[:n]
-        return self.out(y.astype(x.dtype).reshape(n, -1))
+def _attend(q, k, v, count):
+    """`ops.attend_image` in plain JAX, float32; the scores of a block of queries at a time."""
+    n = q.shape[0]
+
+    def one_block(q):
+        scores = einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+        scores = jnp.where(jnp.arange(n) < count, scores, -jnp.inf)
+        return einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
+
+    if n <= QUERY_BLOCK:
+        return one_block(q)
+    pad = -n % QUERY_BLOCK
+    blocks = jnp.pad(q, ((0, pad), (0, 0), (0, 0))).reshape(-1, QUERY_BLOCK, *q.shape[1:])
+    return jax.lax.map(one_block, blocks).reshape(n + pad, *q.shape[1:])[:n]
 
 
 def _patch_positions(n_tiles: int, merge: int, columns: Int[Array, ""]):

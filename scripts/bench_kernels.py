@@ -142,8 +142,8 @@ def time_case(loop: Any, carry: Any, args: tuple, target: float) -> list[float]:
 
 def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float) -> Iterator[dict]:
     """Yields a row per case; neighbours of an op are compiled side by side, then run in turn."""
+    ceilings: dict[str, float] = {}
     setup, inputs = None, None
-    ceilings = {}  # by what bounds a case, of the first such case
     for _, group in itertools.groupby(cases, key=lambda case: (case.op, case.compared)):
         group = list(group)
         for case, programs in zip(group, compile_group(group, deadline), strict=True):
@@ -156,9 +156,12 @@ def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float)
                     inputs = jax.block_until_ready(programs.setup.result(timeout=0)(key))
                     setup = case.setup
                 row |= measure(case, programs, *inputs, target)
-                bound = "flops" if case.flops else "bytes"
-                rate = row[bound] / row["us"]
-                row["share_of_ceiling"] = rate / ceilings.setdefault(bound, rate)
+                ceiling = "product" if case.flops else case.ceiling
+                rate = row["flops" if case.flops else "bytes"] / row["us"]
+                if case.op == "limit":
+                    ceilings[case.variant] = rate
+                if ceiling in ceilings:
+                    row["share_of_ceiling"] = rate / ceilings[ceiling]
             except (TimeoutError, CancelledError):
                 row["skipped"] = "the time was up"
             except ImportError as error:
@@ -203,7 +206,7 @@ def describe(row: dict) -> str:
         work = f"{row['flops'] / row['us'] / 1e6:5.1f} TFLOP/s"
     return (
         f"{row['us']:9.2f} us ± {row['spread_us'] / 2:6.2f} {work} "
-        f"{100 * row['share_of_ceiling']:6.1f} % of the ceiling, {verdict}"
+        f"{100 * row.get('share_of_ceiling', jnp.nan):6.1f} % of the ceiling, {verdict}"
     )
 
 

@@ -251,6 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flat = [call for name in args.parts for call in calls[name]]
         compiled = {call: pool.submit(compile_call, call) for call in flat}
         pool.shutdown(wait=False)
+        for part, packed in {(call.part, call.path == "kernels") for call in flat}:
+            random_params(part, packed)  # compiles what draws them, meanwhile
         wait(compiled.values(), timeout=WAIT * (deadline - time.monotonic()))
         ceiling = matrix_rate(64 if args.smoke else 8192)
         rate = read_rate(1 << 20 if args.smoke else 1 << 32)

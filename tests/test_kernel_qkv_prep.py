@@ -42,6 +42,14 @@ def make_inputs(seed, batch, tokens, slots, conv_slots, dynamic, dtype=jnp.float
     }
 
 
+def make_long_inputs(seed, batch, tokens, dynamic, dtype=jnp.float32):
+    """Inputs of `qkv_prep_long`: what was before instead of rings."""
+    inputs = make_inputs(seed, batch, tokens, 1, TAPS - 1, dynamic, dtype)
+    inputs |= {f"{name}_before": inputs.pop(f"{name}_state") for name in "kv"}
+    del inputs["k_cache"], inputs["v_cache"]
+    return inputs
+
+
 def poison(inputs, lengths, fill=np.nan):
     """Puts `fill` where an invalid token's products and dynamic taps are."""
 
@@ -83,9 +91,7 @@ LONG = [
 
 @pytest.mark.parametrize(("tokens", "lengths", "dynamic"), LONG)
 def test_many_tokens_match_the_reference(tokens, lengths, dynamic):
-    inputs = make_inputs(tokens, 3, tokens, 1, TAPS - 1, dynamic)
-    inputs |= {f"{name}_before": inputs.pop(f"{name}_state") for name in "kv"}
-    del inputs["k_cache"], inputs["v_cache"]
+    inputs = make_long_inputs(tokens, 3, tokens, dynamic)
     where = {"start": jnp.array([0, 5, 900], jnp.int32), "lengths": jnp.array(lengths, jnp.int32)}
     options = OPTIONS | {"dtype": jnp.float32, "log_scaling": (4, 0.3) if dynamic else None}
     expected = reference_long(**inputs, **where, **options)

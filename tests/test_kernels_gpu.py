@@ -34,7 +34,7 @@ from pallas_kernels.moe_experts import shapes as sizes
 from pallas_kernels.moe_experts import tiles
 from pallas_kernels.projections import reference as projections_reference
 from pallas_kernels.projections import shapes as thin
-from pallas_kernels.qkv_prep import qkv_prep
+from pallas_kernels.qkv_prep import qkv_prep, qkv_prep_long
 from pallas_kernels.qkv_prep import reference as preparing_reference
 from pallas_kernels.qkv_prep import shapes as preparing_sizes
 from pallas_kernels.rel_attention_decode import reference as attention_reference
@@ -174,6 +174,39 @@ def test_conv_mix(tokens, queries, dtype, monkeypatch):
     for found, wanted in zip(out[1:3], expected[1:3], strict=True):
         assert_close(found[valid], wanted[valid], 1e-5)
     assert_close(out.state, expected[3], 1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "queries"), [(8192, 1), (1025, 3), (9, 1)])
+def test_conv_mix_long(tokens, queries, monkeypatch):
+    monkeypatch.setattr(mixing, "WIDTH", mixing_sizes.HIDDEN)
+    width, blocks = mixing_sizes.HIDDEN, mixing_sizes.BLOCKS
+    inputs = mixing.make_inputs(fresh_seed(), 1, tokens, queries, blocks, jnp.bfloat16, width)
+    inputs["before"] = inputs.pop("state")[:, : mixing.TAPS - 1]
+    options = {"dtype": jnp.bfloat16, **mixing.EPS}
+    valid = np.arange(tokens) < tokens - 2
+    expected = jax.jit(lambda given: conv_mix_reference.conv_mix_long(**given, **options))(inputs)
+    inputs["u"] = jnp.where(valid[:, None], inputs["u"], jnp.nan)
+    out = jax.jit(lambda given: conv_mix.conv_mix_long(**given, **options))(inputs)
+    for found, wanted in zip(out.z, expected[0], strict=True):
+        assert_close(found[:, valid], wanted[:, valid], 5e-3)
+    for found, wanted in zip(out[1:], expected[1:], strict=True):
+        assert_close(found[:, valid], wanted[:, valid], 1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "dynamic"), [(8192, False), (1025, True)])
+def test_qkv_prep_long(tokens, dynamic, monkeypatch):
+    for name in ("HEADS", "KV_HEADS", "DIM", "RANKS"):
+        monkeypatch.setattr(preparing, name, getattr(preparing_sizes, name))
+    inputs = preparing.make_long_inputs(fresh_seed(), 2, tokens, dynamic, jnp.bfloat16)
+    lengths = [tokens, tokens // 3]
+    where = {"start": jnp.array([1, 90000], jnp.int32), "lengths": jnp.array(lengths, jnp.int32)}
+    log_scaling = preparing_sizes.LOG_SCALING if dynamic else None
+    options = preparing_sizes.OPTIONS | {"dtype": jnp.bfloat16, "log_scaling": log_scaling}
+    run = jax.jit(lambda given: qkv_prep_long(**given, **where, **options))
+    out = run(preparing.poison(inputs, lengths))
+    expected = preparing_reference.qkv_prep_long(**inputs, **where, **options)
+    for found, wanted in zip(out, expected, strict=True):
+        assert_close(found, wanted, 5e-3)
 
 
 def test_allreduce_conv_mix_between_gpus(tmp_path):

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from test_ops import on_gpu
 
-from inkling_jax import kernel_choice, ops
+from inkling_jax import kernel_choice, ops, reading
 from inkling_jax.cache import init_cache
 from inkling_jax.generation import prefill
 from inkling_jax.model import param_shardings
+from inkling_jax.prompts import Prompt
 from pallas_kernels import conv_mix, qkv_prep
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -65,3 +66,12 @@ def test_prefill_by_kernels_is_the_plain_prefill(text, on_gpu, monkeypatch):
     out = read(params, mesh)
     assert kernel_choice.chosen() == dict.fromkeys(long, kernel_choice.KERNEL)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), out, plain)
+
+
+def test_prompts_of_all_lengths_compile_a_program_per_bucket(monkeypatch):
+    monkeypatch.setattr(reading, "PREFILL_BUCKETS", (8, 32))
+    reading._prefill.clear_cache()
+    for length in (1, 7, 8, 9, 31, 40, 65):
+        prompt = Prompt([1] * length, [-1] * length, [])
+        reading.read_prompts(helpers.tiny_params(), helpers.TINY, [prompt], 128, 4)
+    assert reading._prefill._cache_size() == 2

@@ -1,15 +1,14 @@
-"""conv_mix over many tokens as one Pallas-Triton kernel, bound by bytes.
+"""conv_mix over many tokens as two Pallas-Triton kernels, bound by bytes.
 
-A program owns a few consecutive tokens. First it convolves all of them and adds them to the running
-sum, some columns at a time, so that taps and earlier inputs are read once for several tokens. Then
-it mixes token after token, the row in registers: every source is read once, while the one before it
-is being weighed, and enters a running softmax (per query the greatest score so far, the sum of the
+The first convolves and adds to the running sum, elementwise: a program owns some tokens and some
+columns, so that taps and earlier inputs are read once for several tokens. In the second a program
+owns a token and keeps its row in registers: every source is read once, while those before it are
+being weighed, and enters a running softmax (per query the greatest score so far, the sum of the
 weights and what was mixed by them).
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,122 +16,105 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-TOKENS = 8  # of a program
+TOKENS, COLUMNS = 8, 512  # of a program of the first kernel, at most
+AHEAD = 2  # sources that the second one reads beyond the one that it weighs
 LEAST = 128  # of what the hidden size is a multiple: four warps of single elements
 
 
-class Operands(NamedTuple):
-    """What `conv_mix_long` reads, `weight` as [c, D]; in the kernel, references to the same."""
-
-    partial: Any | None
-    u: Any
-    before: Any
-    blocks: tuple[Any, ...]
-    scales: tuple[Any, ...]
-    queries: Any
-    norms: tuple[Any, ...]
-    weight: Any
-
-
-def run(given: Operands, dtype, eps, norm_eps, interpret):
-    """Returns (z, partial, scale); `partial` is written in place."""
-    batch, tokens, _ = given.u.shape
-    leaves, tree = jax.tree.flatten(given)
-    queries = len(given.norms)
-
-    def body(*refs):
-        operands, outs = tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :]
-        _add(operands, outs[queries])
-        if not interpret:
-            plt.debug_barrier()  # what one thread has stored others load
-        _mix(operands, outs, eps, norm_eps)
-
-    def out(dtype):
-        return jax.ShapeDtypeStruct(given.u.shape, dtype)
-
-    *z, partial, scale = pl.pallas_call(
-        body,
-        grid=(pl.cdiv(tokens, TOKENS), batch),
-        out_shape=(
-            *(out(dtype) for _ in given.norms),
-            out(jnp.float32),
-            jax.ShapeDtypeStruct((batch, tokens), jnp.float32),
-        ),
-        input_output_aliases={} if given.partial is None else {0: queries},
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+def add(partial, u, before, weight, interpret):
+    """Returns the new running sum, which replaces `partial`; `weight` as [c, D]."""
+    batch, tokens, width = u.shape
+    operands = [u, before, weight, *([] if partial is None else [partial])]
+    columns = min(width & -width, COLUMNS)
+    return pl.pallas_call(
+        functools.partial(_add, columns),
+        grid=(width // columns, pl.cdiv(tokens, TOKENS), batch),
+        out_shape=jax.ShapeDtypeStruct(u.shape, jnp.float32),
+        input_output_aliases={} if partial is None else {3: 0},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="conv_mix_long",
-    )(*leaves)
-    return tuple(z), partial, scale
+        name="conv_mix_long_add",
+    )(*operands)
 
 
-def _add(given, partial_ref):
-    """Convolves the program's tokens with what lies before them and adds them to the sum."""
-    (_, tokens, width), row = given.u.shape, pl.program_id(1)
-    taps, step = given.weight.shape[0], width & -width
-    token = pl.program_id(0) * TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)[:, None]
+def _add(columns, u_ref, before_ref, weight_ref, *refs):
+    *partial_ref, out_ref = refs
+    tokens, taps, row = u_ref.shape[1], weight_ref.shape[0], pl.program_id(2)
+    token = pl.program_id(1) * TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)[:, None]
+    lane = pl.program_id(0) * columns + jnp.arange(columns, dtype=jnp.int32)[None]
     inside = token < tokens
 
-    def columns(i, _):
-        lane = i * step + jnp.arange(step, dtype=jnp.int32)[None]
+    def load(ref, at, mask):
+        return plt.load(ref.at[row, jnp.where(mask, at, 0), lane], mask=mask, other=0)
 
-        def load(ref, at, mask):
-            return plt.load(ref.at[row, jnp.where(mask, at, 0), lane], mask=mask, other=0)
-
-        value = load(given.u, token, inside) * (given.weight[taps - 1, lane] + 1)
-        for back in range(1, taps):
-            at = token - back
-            earlier = load(given.u, at, inside & (at >= 0))
-            earlier += load(given.before, at + taps - 1, at < 0)
-            value += given.weight[taps - 1 - back, lane] * earlier
-        value *= 1 / math.sqrt(taps + 1)
-        if given.partial is not None:
-            value += load(given.partial, token, inside)
-        # Past the end where masked: the interpreter stores masked elements too.
-        at = partial_ref.at[row, jnp.where(inside, token, tokens), lane]
-        plt.store(at, value, mask=inside)
-
-    lax.fori_loop(0, width // step, columns, None)
+    value = load(u_ref, token, inside) * (weight_ref[taps - 1, lane] + 1)
+    for back in range(1, taps):
+        at = token - back
+        earlier = load(u_ref, at, inside & (at >= 0)) + load(before_ref, at + taps - 1, at < 0)
+        value += weight_ref[taps - 1 - back, lane] * earlier
+    value *= 1 / math.sqrt(taps + 1)
+    for ref in partial_ref:
+        value += load(ref, token, inside)
+    # Past the end where masked: the interpreter stores masked elements too.
+    plt.store(out_ref.at[row, jnp.where(inside, token, tokens), lane], value, mask=inside)
 
 
-def _mix(given, out_refs, eps, norm_eps):
-    """Reads what follows off the program's tokens, one after the other."""
-    *z_refs, partial_ref, scale_ref = out_refs
-    (_, tokens, width), row = given.u.shape, pl.program_id(1)
-    first, parts, root = pl.program_id(0) * TOKENS, _parts(width), math.sqrt(width)
+def mix(partial, blocks, scales, queries, norms, dtype, eps, norm_eps, interpret):
+    """Returns ([z per query], 1 / rms of partial)."""
+    # In float32, so that what is multiplied lies in the same lanes.
+    norms = [norm.astype(jnp.float32) for norm in norms]
+    leaves, tree = jax.tree.flatten(((partial, *blocks), tuple(scales), queries, norms))
+
+    def body(*refs):
+        _mix(*tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :], eps, norm_eps)
+
+    batch, tokens, _ = partial.shape
+    *z, scale = pl.pallas_call(
+        body,
+        grid=(tokens, batch),
+        out_shape=(
+            *(jax.ShapeDtypeStruct(partial.shape, dtype) for _ in norms),
+            jax.ShapeDtypeStruct((batch, tokens), jnp.float32),
+        ),
+        compiler_params=plt.CompilerParams(num_warps=4 if len(norms) == 1 else 8, num_stages=1),
+        interpret=interpret,
+        name="conv_mix_long_mix",
+    )(*leaves)
+    return tuple(z), scale
+
+
+def _mix(sources, scales, queries, norms, out_refs, eps, norm_eps):
+    *z_refs, scale_ref = out_refs
+    at, width = (pl.program_id(1), pl.program_id(0)), queries.shape[1]
+    parts, root = _parts(width), math.sqrt(width)
 
     def load(ref, *at):
-        return [ref[(*at, part)].astype(jnp.float32) for part in parts]
+        return [ref[(*at, part)] for part in parts]
 
-    queries = [load(given.queries, n) for n in range(len(z_refs))]
+    loading = [load(source, *at) for source in sources[: 1 + AHEAD]]
+    value = loading.pop(0)
+    queries = [load(queries, n) for n in range(len(z_refs))]
+    scale = _inverse_rms(value, eps)
+    scale_ref[at] = scale
+    tops = [_dot(value, query) * (scale / root) for query in queries]
+    totals = [jnp.float32(1) for _ in queries]
+    mixed = [[x * scale for x in value] for _ in queries]
+    for i, ref in enumerate(scales):
+        loading += [load(source, *at) for source in sources[i + 1 + AHEAD :][:1]]
+        source, scale = loading.pop(0), ref[at]
+        for n, query in enumerate(queries):
+            score = _dot(source, query) * (scale / root)
+            top = jnp.maximum(tops[n], score)
+            kept, share = jnp.exp(tops[n] - top), jnp.exp(score - top)
+            tops[n], totals[n] = top, totals[n] * kept + share
+            pairs = zip(mixed[n], source, strict=True)
+            mixed[n] = [x * kept + y * (share * scale) for x, y in pairs]
 
-    def one(i, _):
-        at = (row, first + i)
-        value = load(partial_ref, *at)
-        sources = (load(block, *at) for block in given.blocks)
-        upcoming = next(sources, [])
-        scale = _inverse_rms(value, eps)
-        scale_ref[at] = scale
-        tops = [_dot(value, query) * (scale / root) for query in queries]
-        totals = [jnp.float32(1) for _ in queries]
-        mixed = [[x * scale for x in value] for _ in queries]
-        for ref in given.scales:
-            source, upcoming = upcoming, next(sources, [])
-            scale = ref[at]
-            for n, query in enumerate(queries):
-                score = _dot(source, query) * (scale / root)
-                top = jnp.maximum(tops[n], score)
-                kept, share = jnp.exp(tops[n] - top), jnp.exp(score - top)
-                tops[n], totals[n] = top, totals[n] * kept + share
-                pairs = zip(mixed[n], source, strict=True)
-                mixed[n] = [x * kept + y * (share * scale) for x, y in pairs]
-        for x, total, z_ref, norm_ref in zip(mixed, totals, z_refs, given.norms, strict=True):
-            x = [y * (1 / total) for y in x]
-            unit = _inverse_rms(x, norm_eps)
-            for y, norm, part in zip(x, load(norm_ref), parts, strict=True):
-                z_ref[(*at, part)] = (y * unit * norm).astype(z_ref.dtype)
-
-    lax.fori_loop(0, jnp.minimum(TOKENS, tokens - first), one, None)
+    for x, total, z_ref, norm in zip(mixed, totals, z_refs, norms, strict=True):
+        x = [y * (1 / total) for y in x]
+        unit = _inverse_rms(x, norm_eps)
+        for y, w, part in zip(x, load(norm), parts, strict=True):
+            z_ref[(*at, part)] = (y * unit * w).astype(z_ref.dtype)
 
 
 def _parts(width):

@@ -21,11 +21,12 @@ class Case:
       step: (trip, carry, *args) -> carry, with `calls` calls of the op inside.
       setup: key -> (carry, args) on the device; cases with the same `setup` object share its
         result.
-      bytes: read by one call, each weight and key once.
+      bytes: read (and written) by one call, each weight and key once.
       calls: of the op in one trip.
       result: (carry, *args) -> arrays that are defined after such a call.
       expected: the same by the plain reference in float32.
       tolerance: norm of the error over the norm of what is expected, at most.
+      ceiling: the limit of which its share is told: "read", or "copy" of what also writes much.
       compared: not what the product runs, but what that is compared with.
       outside: in place of `step` and `result`, for what XLA does not run or what takes too long:
         (carry, *args) -> (what is compared, seconds per call several times); ImportError where it
@@ -43,6 +44,7 @@ class Case:
     result: Callable | None = None
     expected: Callable | None = None
     tolerance: float = 0.0
+    ceiling: str = "read"
     compared: bool = False
     outside: Callable | None = None
     flops: float = 0

@@ -1,4 +1,4 @@
-"""conv_mix rows: numbers of rows and of queries."""
+"""conv_mix rows: numbers of rows and of queries; those of a prefill."""
 
 import functools
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from pallas_kernels.conv_mix.shapes import BLOCKS, HIDDEN, TAPS
 from scripts.kernel_cases.case import SHORT_CALLS as CALLS
 from scripts.kernel_cases.case import Case
 
+LONG = 8192  # rows of a chunk of a prompt
 OPTIONS = {"dtype": jnp.bfloat16, "eps": 1e-6, "norm_eps": 1e-6}
 
 
@@ -21,7 +22,10 @@ def cases() -> Iterator[Case]:
     yield _case(1, 1, queries=3)
     yield _case(1, 8)
     yield _case(8, 8)
+    yield _long(1)
+    yield _long(3)
     yield _case(1, 1, plain=True)
+    yield _long(1, plain=True)
 
 
 def _case(batch, tokens, queries=1, plain=False):
@@ -44,6 +48,30 @@ def _case(batch, tokens, queries=1, plain=False):
     )  # fmt: skip
 
 
+def _long(queries, plain=False):
+    run = reference.conv_mix_long if plain else conv_mix.conv_mix_long
+    run = jax.jit(functools.partial(run, **OPTIONS))
+
+    def step(i, partial, shared):
+        for _ in range(CALLS):  # what one call adds to, the next one adds to again
+            z, partial, _ = run(partial=partial, **shared)
+            if plain:  # all of it is wanted
+                partial, _ = jax.lax.optimization_barrier((partial, z))
+        return partial
+
+    row = HIDDEN * (4 * (BLOCKS + 3) + 2 * queries)
+    return Case(
+        "conv_mix", "plain xla, long" if plain else "long",
+        f"{LONG} rows, {BLOCKS + 1} sources, {queries} queries",
+        step, _long_setup(queries), LONG * row,
+        result=lambda partial, shared: tuple(run(partial=partial, **shared)),
+        expected=lambda partial, shared: reference.conv_mix_long(
+            partial=partial, **shared, **OPTIONS
+        ),
+        tolerance=5e-3, compared=plain, ceiling="copy",
+    )  # fmt: skip
+
+
 def _size(rows, queries):
     """Bytes read and written: float32 but for the norms and the inputs of what follows."""
     shared = HIDDEN * (4 * TAPS + (4 + 2) * queries)
@@ -54,6 +82,18 @@ def _size(rows, queries):
 @functools.cache
 def _setup(*shape):
     return functools.partial(inputs, *shape)
+
+
+@functools.cache
+def _long_setup(queries):
+    @jax.jit
+    def setup(key):
+        carry, (shared,) = inputs(1, LONG, queries, key, hidden=HIDDEN)
+        before = carry["state"][:, : TAPS - 1]
+        rest = {name: shared[name] for name in ("blocks", "scales", "queries", "norms", "weight")}
+        return shared["partial"], ({"u": carry["u"], "before": before} | rest,)
+
+    return setup
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="hidden")

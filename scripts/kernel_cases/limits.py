@@ -1,4 +1,4 @@
-"""What the device can do at most: read, multiply; and what a launch costs in the loop."""
+"""What the device can do at most: read, copy, multiply; and what a launch costs in the loop."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,16 @@ SIDE = 8192  # of the matrices
 
 
 def cases() -> Iterator[Case]:
-    """Yields the ceilings of reading and of multiplying, then the launch."""
+    """Yields the ceilings of reading, copying and multiplying, then the launch."""
 
     def read(i, carry, x):
         for _ in range(CALLS):  # the factor makes each sum depend on the one before
             carry = jnp.sum(x * (1 + 0 * carry))
+        return carry
+
+    def copy(i, carry):
+        for _ in range(CALLS):
+            carry = jax.lax.optimization_barrier(carry + 1)
         return carry
 
     def multiply(i, x, y):
@@ -35,6 +40,12 @@ def cases() -> Iterator[Case]:
         "limit", "read", f"xla sum of {4 * FLOATS / 1e9:.1f} GB", read,
         lambda key: (jnp.float32(0), (jnp.ones(FLOATS, jnp.float32),)), 4 * FLOATS,
         result=lambda carry, x: jnp.sum(x), expected=lambda carry, x: jnp.float32(FLOATS),
+        tolerance=1e-6,
+    )  # fmt: skip
+    yield Case(
+        "limit", "copy", f"xla, {4 * FLOATS / 1e9:.1f} GB and back", copy,
+        lambda key: (jnp.ones(FLOATS, jnp.float32), ()), 8 * FLOATS,
+        result=lambda carry: carry[:8] + 1, expected=lambda carry: jnp.full(8, 2.0),
         tolerance=1e-6,
     )  # fmt: skip
     yield Case(

@@ -1,4 +1,4 @@
-"""Rows of qkv_prep: one and eight tokens of a sliding and of a full layer, in a chain."""
+"""Rows of qkv_prep: one and eight tokens of a sliding and of a full layer, and of a prefill."""
 
 import functools
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.qkv_prep import qkv_prep, reference
+from pallas_kernels.qkv_prep import qkv_prep, qkv_prep_long, reference
 from pallas_kernels.qkv_prep.shapes import (
     BLOCK,
     DIM,
@@ -20,6 +20,7 @@ from pallas_kernels.qkv_prep.shapes import (
 from scripts.kernel_cases.case import SHORT_CALLS as CALLS
 from scripts.kernel_cases.case import Case
 
+LONG = 8192  # tokens of a chunk of a prompt
 SLOTS = 1024 + BLOCK
 RINGS = ("k_cache", "v_cache", "k_state", "v_state")
 
@@ -28,7 +29,10 @@ def cases() -> Iterator[Case]:
     """Yields the rows."""
     for tokens, full in ((1, False), (8, False), (1, True), (8, True)):
         yield _case(tokens, full)
+    yield _long(False)
+    yield _long(True)
     yield _case(1, False, plain=True)
+    yield _long(False, plain=True)
 
 
 def _case(tokens, full, plain=False):
@@ -51,6 +55,39 @@ def _case(tokens, full, plain=False):
         tolerance=5e-3,  # of bfloat16: a sum of another order may fall on the other side
         compared=plain,
     )  # fmt: skip
+
+
+def _long(full, plain=False):
+    options = OPTIONS | {"log_scaling": LOG_SCALING if full else None, "dtype": jnp.bfloat16}
+    run = reference.qkv_prep_long if plain else qkv_prep_long
+    run = jax.jit(functools.partial(run, **options))
+
+    def step(i, q, shared):
+        for _ in range(CALLS):
+            out = jax.lax.optimization_barrier(run(q=q, **shared))  # all of it is wanted
+            q = q.at[0, 0, 0, 0].set(out[0][0, 0, 0, 0].astype(jnp.float32))
+        return q
+
+    vectors = LONG * (HEADS * (DIM + RANKS) + 2 * KV_HEADS * DIM)
+    return Case(
+        "qkv_prep", "plain xla, long" if plain else "long",
+        f"{LONG} tok, {'full' if full else 'sliding'} layer", step, _long_setup(full),
+        (4 + 2) * vectors,
+        result=lambda q, shared: tuple(run(q=q, **shared)),
+        expected=lambda q, shared: reference.qkv_prep_long(q=q, **shared, **options),
+        tolerance=5e-3, compared=plain, ceiling="copy",
+    )  # fmt: skip
+
+
+@functools.cache
+def _long_setup(full):
+    @jax.jit
+    def setup(key):
+        carry, (shared,) = _inputs(LONG, full, key)
+        before = {f"{name}_before": carry[f"{name}_state"][:, : TAPS - 1] for name in "kv"}
+        return carry["q"], (shared | before,)
+
+    return setup
 
 
 @functools.cache
