@@ -142,7 +142,8 @@ def time_case(loop: Any, carry: Any, args: tuple, target: float) -> list[float]:
 
 def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float) -> Iterator[dict]:
     """Yields a row per case; neighbours of an op are compiled side by side, then run in turn."""
-    ceiling, setup, inputs = None, None, None
+    setup, inputs = None, None
+    ceilings = {}  # by what bounds a case, of the first such case
     for _, group in itertools.groupby(cases, key=lambda case: (case.op, case.compared)):
         group = list(group)
         for case, programs in zip(group, compile_group(group, deadline), strict=True):
@@ -155,8 +156,9 @@ def bench(cases: Iterable[Case], key: jax.Array, target: float, deadline: float)
                     inputs = jax.block_until_ready(programs.setup.result(timeout=0)(key))
                     setup = case.setup
                 row |= measure(case, programs, *inputs, target)
-                ceiling = ceiling or row["bytes"] / row["us"]  # of the first case
-                row["share_of_ceiling"] = row["bytes"] / row["us"] / ceiling
+                bound = "flops" if case.flops else "bytes"
+                rate = row[bound] / row["us"]
+                row["share_of_ceiling"] = rate / ceilings.setdefault(bound, rate)
             except (TimeoutError, CancelledError):
                 row["skipped"] = "the time was up"
             except ImportError as error:
@@ -185,6 +187,7 @@ def measure(case: Case, programs: Programs, carry: Any, args: tuple, target: flo
         "us": statistics.median(times) * 1e6,
         "spread_us": (max(times) - min(times)) * 1e6,
         "bytes": case.bytes,
+        "flops": case.flops,
     }
 
 
@@ -195,8 +198,11 @@ def describe(row: dict) -> str:
     verdict = "not compared"
     if "correct" in row:
         verdict = f"{'' if row['correct'] else 'WRONG, '}error {row['relative_error']:.1e}"
+    work = f"{row['bytes'] / 1e6:9.1f} MB"
+    if row["flops"]:
+        work = f"{row['flops'] / row['us'] / 1e6:5.1f} TFLOP/s"
     return (
-        f"{row['us']:9.2f} us ± {row['spread_us'] / 2:6.2f} {row['bytes'] / 1e6:9.1f} MB "
+        f"{row['us']:9.2f} us ± {row['spread_us'] / 2:6.2f} {work} "
         f"{100 * row['share_of_ceiling']:6.1f} % of the ceiling, {verdict}"
     )
 

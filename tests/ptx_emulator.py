@@ -1,4 +1,4 @@
-"""Runs the inline PTX of moe_experts in NumPy, so that its kernel can be interpreted on the CPU.
+"""Runs inline PTX in NumPy: that of moe_experts, so that its kernel can be interpreted on the CPU.
 
 Registers are uint32 (or float32) arrays with one entry per lane of all warps.
 """
@@ -20,15 +20,22 @@ def elementwise_inline_asm(asm, *, args, constraints, pack, result_shape_dtypes)
 
 
 def _emulate(asm, operand_count, *args):
-    operands = [None] * 4 + [register for arg in args for register in _registers(np.asarray(arg))]
-    assert len(operands) == operand_count
-    registers = {f"${i}": operand for i, operand in enumerate(operands)}
+    given = [register for arg in args for register in _registers(np.asarray(arg))]
+    assert 4 + len(given) == operand_count
+    return np.stack(execute(asm, 4, given), axis=-1).reshape(-1)
+
+
+def execute(asm, results, given, shared=None):
+    """Runs a program; `shared` is the shared memory, in bytes."""
+    registers = {f"${results + i}": operand for i, operand in enumerate(given)}
+    registers["%tid.x"] = np.arange(given[0].size, dtype=np.uint32)
+    registers["%laneid"] = registers["%tid.x"] % 32
     with np.errstate(all="ignore"):
         for line in asm.strip("{}\n").split(";"):
             opcode, *rest = line.split(None, 1)[:2] or [""]
             if opcode and opcode != ".reg":
-                _run(opcode, rest[0], registers)
-    return np.stack([registers[f"${i}"] for i in range(4)], axis=-1).reshape(-1)
+                _run(opcode, rest[0], registers, shared)
+    return [registers[f"${i}"] for i in range(results)]
 
 
 def _registers(x):
@@ -37,14 +44,22 @@ def _registers(x):
     return list(np.ascontiguousarray(x).reshape(-1, 4).view(kind).T)
 
 
-def _run(opcode, operands, registers):
+def _run(opcode, operands, registers, shared):
     def value(name):
-        return registers[name] if name in registers else np.uint32(int(name, 0))
+        if name.startswith("0f"):  # a float32 by its bits
+            return np.uint32(int(name[2:], 16)).view(np.float32)
+        return registers[name] if name in registers else np.uint32(int(name, 0) & 0xFFFFFFFF)
 
     if opcode.startswith("mma"):
         d, a, b, c = re.findall(r"\{(.*?)\}", operands)
         a, b, c = ([value(name) for name in group.split(", ")] for group in (a, b, c))
         registers.update(zip(d.split(", "), _mma(a, b, c), strict=True))
+        return
+    if opcode.startswith("ld.shared"):
+        targets, base, offset = re.fullmatch(r"\{(.*)\}, \[(\w+) \+ (\d+)\]", operands).groups()
+        words = (value(base) + np.uint32(int(offset))) // 4
+        for i, target in enumerate(targets.split(", ")):
+            registers[target] = shared.view(np.uint32)[words + i]
         return
     target, *names = operands.split(", ")
     x = [value(name) for name in names]
@@ -53,12 +68,26 @@ def _run(opcode, operands, registers):
         "shr.u32": lambda: x[0] >> x[1],
         "and.b32": lambda: x[0] & x[1],
         "mov.b32": lambda: x[0],
+        "mov.u32": lambda: x[0],
+        "add.u32": lambda: x[0] + x[1],
+        "sub.u32": lambda: x[0] - x[1],
+        "bfe.u32": lambda: x[0] >> x[1] & (1 << x[2]) - 1,
+        "or.b32": lambda: x[0] | x[1],
+        "not.b32": lambda: ~x[0],
+        "setp.lt.u32": lambda: x[0] < x[1],
+        "selp.b32": lambda: np.where(x[2], x[0], x[1]),
+        "shfl.sync.idx.b32": lambda: x[0].reshape(-1, 32)[np.arange(len(x[0])) // 32, x[1]],
+        "cvt.rn.f16x2.f32": lambda: _float16x2(x[1], x[0]),
         "mad.lo.u32": lambda: x[0] * x[1] + x[2],
         "shf.r.wrap.b32": lambda: x[0] >> x[2] | x[1] << (32 - x[2]),
         "lop3.b32": lambda: _lop3(*x),
         "prmt.b32": lambda: _prmt(*x),
         "mul.rn.bf16x2": lambda: _mul_bf16x2(*x),
     }[opcode]()
+
+
+def _float16x2(low, high):
+    return np.stack([low, high], axis=-1).astype(np.float16).view(np.uint32).reshape(-1)
 
 
 def _lop3(a, b, c, table):

@@ -219,6 +219,23 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     assert kernel_choice.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
 
 
+def test_prefill_attends_by_a_kernel_or_says_why(on_gpu):
+    q, cache = jnp.zeros((1, 9, 6, 64), jnp.bfloat16), jnp.zeros((1, 136, 1, 64), jnp.bfloat16)
+    proj = jnp.zeros((16, 24), jnp.bfloat16)
+    assert not ops.takes_prefill(q[:, : ops.MAX_QUERIES], cache, proj, None, 136)
+    assert ops.PREFILL not in kernel_choice.chosen()
+    assert ops.takes_prefill(q, cache, proj, None, 136)
+    refused = [
+        ((q.astype(jnp.float32), cache, proj, None, 136), "float32"),
+        ((q, cache[:, 1:], proj, None, 135), "135 slots"),
+        ((q, cache, proj, None, 272), "136 of the 272 slots"),
+        ((q, cache, proj, 24, 136), "the window of 24"),
+    ]
+    for given, reason in refused:
+        assert not ops.takes_prefill(*given)
+        assert reason in kernel_choice.chosen()[ops.PREFILL]
+
+
 @pytest.mark.parametrize(
     ("tokens", "slots", "takes"), [(4, 7, True), (5, 7, False), (65, 99, False)]
 )

@@ -14,6 +14,7 @@ from inkling_jax.loading import packed_shapes
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.programs import compile_program, devices
 from pallas_kernels import allreduce_conv_mix, conv_mix, draft_attention
+from scripts.kernel_cases import attention_prefill
 from scripts.kernel_cases.conv_mix import OPTIONS, inputs
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -35,6 +36,17 @@ def test_conv_mix(batch, tokens, queries, sm90):
     )
     run = functools.partial(conv_mix.conv_mix, **OPTIONS)
     program = sm90.compile_h200(lambda given: run(**given), carry | shared).as_text()
+    assert program.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in attention_prefill.cases() if not case.compared],
+    ids=lambda case: case.shape,
+)
+def test_rel_attention_prefill(case, sm90):
+    carry, args = jax.eval_shape(case.setup, jax.random.key(0))
+    program = sm90.compile_h200(case.result, carry, *args).as_text()
     assert program.count("mosaic_gpu_v2") == 1
 
 

@@ -28,6 +28,7 @@ class Case:
       compared: not what the product runs, but what that is compared with.
       outside: in place of `step` and `result`, for what XLA does not run: (carry, *args) -> (what
         is compared, seconds per call several times); ImportError where it is not installed.
+      flops: of one call, where these are its floor and not the bytes.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Case:
     tolerance: float = 0.0
     compared: bool = False
     outside: Callable | None = None
+    flops: float = 0
 
 
 def trivial_kernel(x):

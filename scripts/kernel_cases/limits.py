@@ -1,21 +1,30 @@
-"""What the device can do at most: its read rate, and what a launch costs in the loop."""
+"""What the device can do at most: read, multiply; and what a launch costs in the loop."""
 
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 
 from scripts.kernel_cases.case import CALLS, Case, trivial_kernel
 
 FLOATS = 1 << 30
+SIDE = 8192  # of the matrices
 
 
 def cases() -> Iterator[Case]:
-    """Yields the read ceiling, then the launch."""
+    """Yields the ceilings of reading and of multiplying, then the launch."""
 
     def read(i, carry, x):
         for _ in range(CALLS):  # the factor makes each sum depend on the one before
             carry = jnp.sum(x * (1 + 0 * carry))
         return carry
+
+    def multiply(i, x, y):
+        return x @ y
+
+    def matrices(key):
+        x, y = jax.random.normal(key, (2, SIDE, SIDE), jnp.bfloat16)
+        return x, (y / SIDE**0.5,)
 
     def launch(i, carry):
         for _ in range(2 * CALLS):
@@ -27,6 +36,11 @@ def cases() -> Iterator[Case]:
         lambda key: (jnp.float32(0), (jnp.ones(FLOATS, jnp.float32),)), 4 * FLOATS,
         result=lambda carry, x: jnp.sum(x), expected=lambda carry, x: jnp.float32(FLOATS),
         tolerance=1e-6,
+    )  # fmt: skip
+    yield Case(
+        "limit", "product", f"xla, {SIDE}^3 bf16", multiply, matrices, 6 * SIDE**2, 1,
+        result=jnp.matmul, expected=lambda x, y: x.astype(jnp.float32) @ y.astype(jnp.float32),
+        tolerance=5e-3, flops=2 * SIDE**3,
     )  # fmt: skip
     yield Case(
         "limit", "launch", "pallas, 128 floats", launch,
