@@ -19,14 +19,20 @@ from pallas_kernels.rel_attention_prefill.reference import rel_attention_prefill
 HEADS, KV_HEADS, DIM, RANKS = 2, 1, 128, 16
 
 
-def plainly_sheared(table_ref, r, first):
-    """`shear.sheared` as it is described."""
+def plain_products(table_ref, r, first):
+    """`shear.products` as it is described: warps lie 32 lines apart."""
     lines = table_ref[...].reshape(-1, 4, 2, 2).swapaxes(1, 2).reshape(-1, RANKS)
-    line = jnp.arange(shear.QUERIES)
-    query = 2 * (line % 32) + line // 32
-    at = first + shear.LEAD - query[:, None] + jnp.arange(shear.KEYS)
-    bias = jnp.einsum("qr,qkr->qk", r, lines[at], preferred_element_type=jnp.float32)
-    return bias.astype(jnp.float16)
+    warp = jnp.arange(shear.QUERIES) // 16
+    at = first - 32 * warp[:, None] + jnp.arange(shear.LINES)
+    p = jnp.einsum("qr,qlr->ql", r, lines[at], preferred_element_type=jnp.float32)
+    return p.astype(jnp.float16)
+
+
+def plainly_skewed(p):
+    """`shear.skewed` as it is described."""
+    query = jnp.arange(shear.QUERIES) % 16
+    at = shear.LEAD - 2 * query[:, None] + jnp.arange(shear.KEYS)
+    return jnp.take_along_axis(p, at, axis=1)
 
 
 def plainly_accumulated(acc, weight, values_ref):
@@ -36,7 +42,8 @@ def plainly_accumulated(acc, weight, values_ref):
 def interpreted_prefill(monkeypatch):
     """Makes the kernel run in the interpreter."""
     monkeypatch.setattr(kernel_sm90, "accumulate", plainly_accumulated)
-    monkeypatch.setattr(kernel_sm90, "sheared", plainly_sheared)
+    monkeypatch.setattr(kernel_sm90, "products", plain_products)
+    monkeypatch.setattr(kernel_sm90, "skewed", plainly_skewed)
     interpret_mosaic(monkeypatch, kernel_sm90)
 
 
@@ -117,17 +124,19 @@ def test_the_program_skews_as_described(tile):
     given = [words[row + 8 * half, lane % 4 + 4 * upper] for upper in (0, 1) for half in (0, 1)]
     given += [np.full(128, first, np.uint32), np.zeros(128, np.uint32)]  # the table's address
     memory = np.asarray(lines).reshape(-1).view(np.uint32)
-    out = np.stack(ptx_emulator.execute(shear._program(), 32, given, memory))
+    p = ptx_emulator.execute(shear.products_ptx(), shear.LINES // 4, given, memory)
+    out = np.stack(ptx_emulator.execute(shear.skew_ptx(), shear.KEYS // 4, p))
     out = out.reshape(shear.KEYS // 8, 2, 4, 8, 4).view(np.float16)  # 8 keys, half, warp, row, lane
     out = out.reshape(16, 2, 4, 8, 8).transpose(2, 1, 3, 0, 4).reshape(shear.QUERIES, shear.KEYS)
 
     line, key = np.mgrid[: shear.QUERIES, : shear.KEYS]
-    distance = shear.KEYS * tile + 2 * (line % 32) + line // 32 - key
+    distance = shear.KEYS * tile + 2 * line - key
     near = (distance >= 0) & (distance < 200)
     bias = np.asarray(r, np.float32) @ np.asarray(proj, np.float32)
     expected = np.where(near, bias[line, np.clip(distance, 0, 199)], 0)
     np.testing.assert_allclose(out, expected, atol=1e-2)
-    np.testing.assert_allclose(plainly_sheared(lines, r, first), expected, atol=1e-2)
+    plain = plainly_skewed(plain_products(lines, r, first))
+    np.testing.assert_allclose(plain, expected, atol=1e-2)
 
 
 def test_bias_ends_at_its_reach():
