@@ -76,17 +76,26 @@ class Attention(nnx.Module):
         part = collectives.own_slots(cache.k.shape[1])
         new_k, new_v = (write(x, y, start, count, part) for x, y in ((cache.k, k), (cache.v, v)))
         written = LayerCache(new_k, new_v, conv, cache.sliding)
-        window = self.shape.window
+        sink = einsum("btd,hd->bth", z_q, self.sink[...])
+        gate = einsum("btd,hkd->bthk", z_q, self.gate[...])
+        gated = self._attend(q, r, k, v, sink, gate, cache, written, start, count, collectives)
+        return einsum("bthk,dhk->btd", gated, self.wo[...]), written
+
+    def _attend(self, q, r, k, v, sink, gate, cache, written, start, count, collectives):
+        """Gated attention of new tokens with keys `k`, in the dtype of `q`."""
+        window, proj = self.shape.window, self.rel_proj[...]
+        ring = collectives.own_slots(cache.k.shape[1])[1]
+        by_kernel = ops.takes_prefill(q, cache.k, proj, window, ring)
         if window:
-            k = jnp.concatenate((read_before(cache.k, start, window - 1), k), axis=1)
-            v = jnp.concatenate((read_before(cache.v, start, window - 1), v), axis=1)
+            before = window if by_kernel else window - 1
+            k = jnp.concatenate((read_before(cache.k, start, before), k), axis=1)
+            v = jnp.concatenate((read_before(cache.v, start, before), v), axis=1)
         else:
             k, v = written.k, written.v
-        sink = einsum("btd,hd->bth", z_q, self.sink[...])
-        attended = attend(q, k, v, r, self.rel_proj[...], sink, start, window, collectives)
-        gate = einsum("btd,hkd->bthk", z_q, self.gate[...])
-        gated = (jax.nn.sigmoid(gate) * attended).astype(z_q.dtype)
-        return einsum("bthk,dhk->btd", gated, self.wo[...]), written
+        if by_kernel:
+            return ops.attend_prefill(q, r, k, v, proj, sink, gate, start, count, window=window)
+        attended = attend(q, k, v, r, proj, sink, start, window, collectives)
+        return (jax.nn.sigmoid(gate) * attended).astype(q.dtype)
 
     def _by_kernels(self, z_q, z_k, z_v, cache: LayerCache, start, count):
         """The same for a few tokens: five launches, two of them in `ops.attend`."""

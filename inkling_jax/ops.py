@@ -23,6 +23,7 @@ from pallas_kernels import (
     projections,
     qkv_prep,
     rel_attention_decode,
+    rel_attention_prefill,
     router,
     sampling,
 )
@@ -31,14 +32,14 @@ from pallas_kernels.moe_experts import PackedExperts, Plan
 
 OPERATIONS = (
     *("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix"),
-    *("allreduce_conv_mix", "draft_attention", "conv_mix_long", "qkv_prep_long"),
-    "image_attention",
+    *("allreduce_conv_mix", "draft_attention"),
+    *("conv_mix_long", "qkv_prep_long", "rel_attention_prefill", "image_attention"),
 )
-EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT, *_PREFILL = OPERATIONS
-MIX_LONG, PREPARE_LONG, IMAGE = _PREFILL
+EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT = OPERATIONS[:7]
+MIX_LONG, PREPARE_LONG, PREFILL, IMAGE = OPERATIONS[7:]
 # On two H200s 23 µs for a row, NCCL's sum and conv_mix 19 (scripts/results/sharded_h200.json).
 REDUCES = False  # whether devices add up within conv_mix
-MAX_QUERIES = 8  # longer calls are prefill, which attends in plain JAX
+MAX_QUERIES = 8  # longer calls are prefill
 
 # Kernels are traced and lowered, which takes a second each, once for layers of the same shapes.
 _moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
@@ -48,6 +49,7 @@ _OF_QKV = ("qk_threshold", "rel_threshold", "eps", "log_scaling")
 prepare = jax.jit(qkv_prep.qkv_prep, static_argnames=_OF_QKV)
 prepare_long = jax.jit(qkv_prep.qkv_prep_long, static_argnames=(*_OF_QKV, "dtype"))
 _rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
+attend_prefill = jax.jit(rel_attention_prefill.rel_attention_prefill, static_argnames="window")
 _draft_attention = jax.jit(draft_attention.draft_attention, static_argnames=("layer", "eps"))
 _OF_MIX = ("dtype", "eps", "norm_eps")
 _conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=_OF_MIX)
@@ -204,6 +206,25 @@ def attend(
 ) -> Float[Array, "B T H d"]:
     """Gated attention to the cache by the kernel, in q's dtype; `gate` before its sigmoid."""
     return _rel_attention_decode(q, r, k, v, proj, sink, gate, start, count, window=window)
+
+
+def takes_prefill(
+    q: Float[Array, "B T H d"],
+    cache: Float[Array, "B S K d"],
+    proj: Float[Array, "R E"],
+    window: int | None,
+    ring: int,
+) -> bool:
+    """Tells whether the kernel attends from so many tokens; `ring` as in `takes_attention`."""
+    if q.shape[1] <= MAX_QUERIES:
+        return False
+    (heads, _), (slots, kv_heads, dim), (d_rel, extent) = q.shape[2:], cache.shape[1:], proj.shape
+    refusal = rel_attention_prefill.unsupported(heads, kv_heads, dim, d_rel, extent, slots, window)
+    if not q.dtype == cache.dtype == proj.dtype == jnp.bfloat16:
+        refusal = f"activations and keys are {q.dtype.name} and {cache.dtype.name}, not bfloat16"
+    if slots != ring:
+        refusal = f"each device has {slots} of the {ring} slots of full layers (cp)"
+    return choose(PREFILL, refusal)
 
 
 def takes_draft(z: Float[Array, "B T D"], context: Float[Array, "B S L 2 K d"], heads: int) -> bool:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ptx_emulator
 import pytest
 from helpers import interpret_mosaic
+from test_kernel_rel_attention_prefill import interpreted_prefill
 
 from pallas_kernels.conv_mix import kernel as mixing
 from pallas_kernels.moe_experts import kernel_sm90
@@ -20,6 +21,7 @@ from scripts import bench_kernels, kernel_cases
 from scripts.kernel_cases import (
     Case,
     attention,
+    attention_prefill,
     conv_mix,
     draft_attention,
     limits,
@@ -31,11 +33,15 @@ from scripts.kernel_cases import (
 )
 
 TOY = {
-    limits: {"FLOATS": 1 << 10},
+    limits: {"FLOATS": 1 << 10, "SIDE": 32},
     moe_experts: {"HIDDEN": 64, "WIDTH": 32, "WIDTH_TP4": 16, "PICKS": 2, "EXPERTS": 16},
     attention: {
         **{"CONTEXTS": (40, 70, 90), "WINDOW": 16, "EXTENT": 16},
         **{"HEADS": 6, "KV_HEADS": 1, "DIM": 64},
+    },
+    attention_prefill: {
+        **{"SLIDING": 130, "FULL": (136,), "CONTINUED": (9, None, 127), "PART": 16},
+        **{"WINDOW": 128, "EXTENT": 24, "HEADS": 2, "KV_HEADS": 1, "DIM": 64},
     },
     conv_mix: {"HIDDEN": 256, "BLOCKS": 2, "LONG": 20},
     projections: {
@@ -49,6 +55,10 @@ TOY = {
 }
 
 
+def is_bfloat16(x):
+    return isinstance(x, jax.Array) and x.dtype == jnp.bfloat16
+
+
 def bench(out, *arguments):
     """The exit code and the rows of a run."""
     code = bench_kernels.main(["--out", str(out), "--commit", "none", *arguments])
@@ -60,10 +70,17 @@ def interpreted(monkeypatch):
     for module, sizes in TOY.items():
         for name, value in sizes.items():
             monkeypatch.setattr(module, name, value)
-        monkeypatch.setattr(module, "CALLS", 2)
+        monkeypatch.setattr(module, "CALLS", 2, raising=False)
         monkeypatch.setattr(module, "ROTATE", 1, raising=False)
     ptx_emulator.interpreted(monkeypatch, kernel_sm90)
     interpret_mosaic(monkeypatch, mixing)
+    interpreted_prefill(monkeypatch)
+    plain = attention_prefill.attend  # XLA's CPU takes not all of its products in bfloat16
+    monkeypatch.setattr(
+        attention_prefill,
+        "attend",
+        lambda *args: plain(*(a.astype(jnp.float32) if is_bfloat16(a) else a for a in args)),
+    )
 
     def two_trips(loop, carry, args, target):
         jax.block_until_ready(loop(jnp.int32(2), carry, *args))
@@ -77,8 +94,8 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize(
     "op",
     [
-        *("moe_experts", "attention", "conv_mix", "project", "qkv_prep", "router", "sampling"),
-        "draft_attention",
+        *("moe_experts", "attention", "prefill", "conv_mix", "project", "qkv_prep", "router"),
+        *("sampling", "draft_attention"),
     ],
 )
 def test_every_variant_runs_and_is_right(op, tmp_path, monkeypatch):

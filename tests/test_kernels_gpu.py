@@ -16,6 +16,7 @@ import test_kernel_moe_experts as moe
 import test_kernel_projections as thin_products
 import test_kernel_qkv_prep as preparing
 import test_kernel_rel_attention_decode as attention
+import test_kernel_rel_attention_prefill as prefilling
 import test_kernel_router as routing
 import test_kernel_sampling as ending
 import test_ops as step
@@ -40,6 +41,9 @@ from pallas_kernels.qkv_prep import shapes as preparing_sizes
 from pallas_kernels.rel_attention_decode import reference as attention_reference
 from pallas_kernels.rel_attention_decode import rel_attention_decode
 from pallas_kernels.rel_attention_decode import shapes as attention_sizes
+from pallas_kernels.rel_attention_prefill import reference as prefill_reference
+from pallas_kernels.rel_attention_prefill import rel_attention_prefill
+from pallas_kernels.rel_attention_prefill import shapes as prefill_sizes
 from pallas_kernels.router import route
 from pallas_kernels.router import shapes as router_sizes
 from pallas_kernels.sampling.shapes import VOCABULARY
@@ -141,6 +145,32 @@ def test_rel_attention_decode(tokens, window, monkeypatch):
         clean = {n: jnp.nan_to_num(a.astype(jnp.float32)) for n, a in poisoned.items()}
         clean = {n: jnp.where(jnp.abs(a) > 1e20, 0, a) for n, a in clean.items()}
         assert_close(outs[0], plain(clean, *where), 1e-2)
+
+
+@pytest.mark.parametrize("tokens", [9, 129, 1000])
+@pytest.mark.parametrize(
+    ("window", "dim"),
+    [(None, prefill_sizes.DIM), (prefill_sizes.WINDOW, prefill_sizes.DIM), (128, 64)],
+)
+def test_rel_attention_prefill(tokens, window, dim, monkeypatch):
+    monkeypatch.setattr(prefilling, "HEADS", prefill_sizes.HEADS)
+    monkeypatch.setattr(prefilling, "KV_HEADS", prefill_sizes.KV_HEADS)
+    monkeypatch.setattr(prefilling, "DIM", dim)
+    slots = window + tokens if window else 3000
+    inputs = prefilling.make_inputs(fresh_seed(), 2, tokens, slots, prefill_sizes.EXTENT)
+    run, plain = (
+        jax.jit(lambda i, s, n, f=f: f(**i, start=s, lengths=n, window=window))
+        for f in (rel_attention_prefill, prefill_reference.rel_attention_prefill)
+    )
+    for first in (0, 5, 127, 128, 1023, 1024, 2000):
+        start, lengths = [first, first // 2], [tokens, tokens // 2]
+        where = (jnp.array(start, jnp.int32), jnp.array(lengths, jnp.int32))
+        outs = [
+            run(prefilling.poison(inputs, start, lengths, window, fill), *where)
+            for fill in (np.nan, 1e30)
+        ]
+        np.testing.assert_array_equal(*(np.asarray(o, np.float32) for o in outs))
+        assert_close(outs[0], plain(inputs, *where), 5e-3)
 
 
 @pytest.mark.parametrize("slots", [700, 9000], ids=["one split", "nine splits"])

@@ -15,12 +15,13 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
+from test_kernel_rel_attention_prefill import interpreted_prefill
 
 from inkling_jax import attention, kernel_choice, model, moe, ops, quant, sampling, short_conv
 from inkling_jax.cache import init_cache
 from inkling_jax.config import FULL, SLIDING
 from inkling_jax.errors import InputError
-from inkling_jax.generation import decode
+from inkling_jax.generation import decode, prefill
 from inkling_jax.loading import pack_for_kernels
 from inkling_jax.model import abstract_params
 from pallas_kernels.conv_mix import kernel as mixing
@@ -47,10 +48,10 @@ DECODING = (ops.EXPERTS, ops.ATTENTION, ops.ROUTER, ops.MIX)
 KERNELS = {"pallas_call": 9, "mpmd_map": 2}  # of a layer, by the primitive of their backend
 
 
-def bfloat16_params():
+def bfloat16_params(config=CONFIG):
     """Parameters with NVFP4 experts in layer 0, MXFP8 in layer 1."""
-    specs = abstract_params(CONFIG, jnp.bfloat16)
-    params = jax.tree.map(lambda a, s: a.astype(s.dtype), helpers.tiny_params(CONFIG), specs)
+    specs = abstract_params(config, jnp.bfloat16)
+    params = jax.tree.map(lambda a, s: a.astype(s.dtype), helpers.tiny_params(config), specs)
     for layer, fmt in enumerate((quant.quantize_nvfp4, quant.quantize_mxfp8)):
         experts = params["layers"][layer]["moe"]
         for name in ("w13", "w2"):
@@ -222,6 +223,49 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     narrow = jnp.zeros((1, 1, 96))
     assert not ops.takes_mix(narrow, (), (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
     assert kernel_choice.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("float32_products")
+def test_prefill_by_the_kernel_computes_what_the_plain_one_does(on_gpu, monkeypatch):
+    """Two ragged chunks, the second of which starts off the tile."""
+    text = dataclasses.replace(CONFIG.text, sliding_window_size=128, rel_extent=24)
+    config = dataclasses.replace(CONFIG, text=text)
+    params = bfloat16_params(config)
+    tokens = jax.random.randint(jax.random.key(0), (2, 40), 0, text.unpadded_vocab_size)
+
+    def read():
+        cache = init_cache(text, 2, 64, MAX_BLOCK, jnp.bfloat16)
+        run = jax.jit(prefill, static_argnums=1)
+        first, cache = run(params, config, tokens[:, :20], jnp.array([20, 11]), cache)
+        second, _ = run(params, config, tokens[:, 20:], jnp.array([13, 20]), cache)
+        return np.concatenate([first, second])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_choice, "device_refusal", lambda: "it is told not to")
+        plain = read()
+    interpreted_prefill(monkeypatch)
+    out = read()
+    assert kernel_choice.chosen()[ops.PREFILL] == kernel_choice.KERNEL
+    error = np.linalg.norm(out - plain) / np.linalg.norm(plain)
+    assert 0 < error < 0.02
+
+
+def test_prefill_attends_by_a_kernel_or_says_why(on_gpu):
+    q, cache = jnp.zeros((1, 9, 6, 64), jnp.bfloat16), jnp.zeros((1, 136, 1, 64), jnp.bfloat16)
+    proj = jnp.zeros((16, 24), jnp.bfloat16)
+    assert not ops.takes_prefill(q[:, : ops.MAX_QUERIES], cache, proj, None, 136)
+    assert ops.PREFILL not in kernel_choice.chosen()
+    assert ops.takes_prefill(q, cache, proj, None, 136)
+    refused = [
+        ((q.astype(jnp.float32), cache, proj, None, 136), "float32"),
+        ((q, cache[:, 1:], proj, None, 135), "135 slots"),
+        ((q, cache, proj, None, 272), "136 of the 272 slots"),
+        ((q, cache, proj, 24, 136), "the window of 24"),
+    ]
+    for given, reason in refused:
+        assert not ops.takes_prefill(*given)
+        assert reason in kernel_choice.chosen()[ops.PREFILL]
 
 
 @pytest.mark.parametrize(

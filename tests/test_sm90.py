@@ -14,7 +14,7 @@ from inkling_jax.loading import packed_shapes
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.programs import compile_program, devices
 from pallas_kernels import allreduce_conv_mix, conv_mix, draft_attention
-from scripts.kernel_cases import moe_prefill
+from scripts.kernel_cases import attention_prefill, moe_prefill
 from scripts.kernel_cases.conv_mix import OPTIONS, inputs
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -54,6 +54,17 @@ def test_moe_experts_of_many_tokens(case, sm90, tmp_path, monkeypatch):
     assert len(reports) == 2
     for report in reports:
         assert "0 bytes spill stores" in report and "serialized" not in report
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in attention_prefill.cases() if not case.compared],
+    ids=lambda case: case.shape,
+)
+def test_rel_attention_prefill(case, sm90):
+    carry, args = jax.eval_shape(case.setup, jax.random.key(0))
+    program = sm90.compile_h200(case.result, carry, *args).as_text()
+    assert program.count("mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize("slots", [1024, 9000])
