@@ -17,7 +17,7 @@ from pallas_kernels.moe_experts import reference as ref
 from pallas_kernels.moe_experts.pack import LOADS, PackedExperts, column_order
 from pallas_kernels.moe_experts.wgmma_lanes import HALF
 
-TILE = 48  # tokens of a work item in these tests, for products of two widths
+TILE = 72  # tokens of a work item in these tests, for products of two widths
 
 
 @pytest.mark.parametrize("format", LOADS)
@@ -100,11 +100,11 @@ def random_picks(key, tokens, experts):
 
 
 PICKS = {
-    "any": lambda key: random_picks(key, 67, 5),
-    "one expert": lambda key: jnp.full((67, 2), 5, jnp.int32).at[:, 1].set(3),
-    "none at all": lambda key: jnp.full((67, 2), 5, jnp.int32),
-    "a tile": lambda key: jnp.full((67, 2), 5, jnp.int32).at[:TILE, 0].set(4),
-    "a tile and one": lambda key: jnp.full((67, 2), 5, jnp.int32).at[: TILE + 1, 0].set(0),
+    "any": lambda key: random_picks(key, 97, 5),
+    "one expert": lambda key: jnp.full((97, 2), 5, jnp.int32).at[:, 1].set(3),
+    "none at all": lambda key: jnp.full((97, 2), 5, jnp.int32),
+    "a tile": lambda key: jnp.full((97, 2), 5, jnp.int32).at[:TILE, 0].set(4),
+    "a tile and one": lambda key: jnp.full((97, 2), 5, jnp.int32).at[: TILE + 1, 0].set(0),
 }
 
 
@@ -113,9 +113,9 @@ def test_kernels_match_the_reference(picks, monkeypatch):
     keys = jax.random.split(jax.random.key(1), 5)
     w13, pack13 = random_experts(keys[0], "mxfp8", (5, 192, 128))
     w2, pack2 = random_experts(keys[1], "mxfp8", (5, 128, 96))
-    x = jax.random.normal(keys[2], (67, 128)).astype(jnp.bfloat16)
+    x = jax.random.normal(keys[2], (97, 128)).astype(jnp.bfloat16)
     picked = PICKS[picks](keys[3])
-    picked = jnp.where((jnp.arange(67) % 5 == 2)[:, None], 5, picked) if picks == "any" else picked
+    picked = jnp.where((jnp.arange(97) % 5 == 2)[:, None], 5, picked) if picks == "any" else picked
     weights = jax.random.uniform(keys[4], picked.shape)
     expected = ref.moe_experts(x, picked, weights, w13, w2, **CAPS)
     x = jnp.where((picked < 5).any(axis=1)[:, None], x, jnp.nan)

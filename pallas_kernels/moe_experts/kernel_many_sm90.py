@@ -32,8 +32,8 @@ GROUPS, COPIES = 2, 2  # warpgroups that multiply; the index of the one that cop
 ALIGN = 8  # rows that a swizzled copy to shared memory keeps together
 TILES = 4  # of the weights, a warpgroup: one a warp
 STAGE_BYTES, MAX_STAGES = 220 * 1024, 12
-WIDTHS = 32  # N of wgmma is a multiple of it, or the most that an item has
-FULL = 160  # wider products leave registers for the weights of two of them, not of four
+WIDTHS = 64  # N of wgmma is a multiple of it, or the most tokens of an item
+FULL = 128  # wider products leave registers for the weights of two of them, not of four
 
 
 class Task(NamedTuple):
