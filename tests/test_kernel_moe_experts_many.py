@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import ptx_emulator
 import pytest
-from helpers import interpret_mosaic
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -78,7 +77,9 @@ def interpreted(monkeypatch):
             body(*refs, **scratch)
 
         a_stage = plgpu.SMEM((2, 64, HALF), jnp.bfloat16)
-        return kernel(with_stage, scratch_types={**scratch_types, "a_stage": a_stage}, **options)
+        scratch_types = {**scratch_types, "a_stage": a_stage}
+        options["interpret"] = plgpu.InterpretGPUParams()
+        return kernel(with_stage, scratch_types=scratch_types, **options)
 
     def wgmma(acc, a, b):
         """Takes A through shared memory, from where alone the interpreter takes it."""
@@ -92,7 +93,7 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(kernel_many_sm90, function.__name__, function)
     monkeypatch.setattr(kernel_many_sm90, "PROGRAMS", 2)
     monkeypatch.setattr(tiles, "choose_tokens", lambda slots, experts: TILE)
-    interpret_mosaic(monkeypatch, kernel_many_sm90)
+    jax.clear_caches()
 
 
 def random_picks(key, tokens, experts):
