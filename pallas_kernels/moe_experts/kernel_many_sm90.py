@@ -31,7 +31,7 @@ PROGRAMS = 132  # multiprocessors of an H200
 GROUPS, COPIES = 2, 2  # warpgroups that multiply; the index of the one that copies
 ALIGN = 8  # rows that a swizzled copy to shared memory keeps together
 TILES = 4  # of the weights, a warpgroup: one a warp
-STAGE_BYTES, MAX_STAGES = 220 * 1024, 12
+STAGE_BYTES, MAX_STAGES = 220 * 1024, 12  # of shared memory for all stages; at most so many
 WIDTHS = 64  # N of wgmma is a multiple of it, or the most tokens of an item
 FULL = 128  # wider products leave registers for the weights of two of them, not of four
 
