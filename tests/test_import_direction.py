@@ -12,7 +12,7 @@ PACKAGES = {"inkling_jax", "pallas_kernels", "sharding", "checkpoints"}
 
 # What each package may import besides itself and the standard library; None: any third party.
 THIRD_PARTY = {
-    "pallas_kernels": {"jax", "jax_triton", "jaxtyping", "numpy"},
+    "pallas_kernels": {"jax", "jaxlib", "jax_triton", "jaxtyping", "numpy"},
     "sharding": {"jax", "jaxtyping", "numpy"},
     "checkpoints": None,
     "inkling_jax": None,
