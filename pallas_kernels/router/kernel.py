@@ -67,7 +67,7 @@ def select(
     picks, weights, *plan = pl.pallas_call(
         functools.partial(_select_body, k, scale),
         out_shape=out_shape,
-        compiler_params=plt.CompilerParams(num_warps=4 if tokens <= 8 else 16, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=4 if tokens <= 2 else 16, num_stages=1),
         interpret=interpret,
         name="router_select",
     )(scores, bias, real)
