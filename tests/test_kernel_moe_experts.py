@@ -11,7 +11,7 @@ import pytest
 from inkling_jax import quant
 from inkling_jax.ops import pack_experts
 from pallas_kernels import moe_experts as ops
-from pallas_kernels.moe_experts import kernel_sm90
+from pallas_kernels.moe_experts import kernel_sm90, tiles
 from pallas_kernels.moe_experts import reference as ref
 
 CAPS = {"gate_softcap": 4.0, "up_softcap": 25.0}
@@ -59,8 +59,17 @@ def run_both(format, tokens, valid, picked, experts, hidden, inner, monkeypatch)
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "bfloat16"])
 def test_five_tokens_one_of_them_padding(format, monkeypatch):
+    for bound in ("FEW", "MANY"):  # cut as if there were many programs
+        monkeypatch.setattr(tiles, bound, 0)
     picked = jnp.array([[0, 3], [3, 2], [5, 3], [1, 4], [3, 5]], jnp.int32)
     run_both(format, 5, [True, True, False, True, True], picked, 6, 256, 64, monkeypatch)
+
+
+def test_a_rank_has_more_warps_along_the_columns_where_programs_are_few():
+    few, many = (tiles.choose(1152, 4608, items) for items in (8, 64))
+    assert (few.column_warps, many.column_warps) == (8, 4)
+    few, many = (tiles.choose(4608, 576, items) for items in (8, 64))  # nine steps
+    assert (few.column_warps, many.column_warps) == (4, 1)
 
 
 def test_seventeen_tokens_on_one_expert_need_three_passes(monkeypatch):

@@ -76,8 +76,10 @@ def moe_experts_slots(
         raise ValueError(f"moe_experts: {tokens} tokens, slots are of at most {MAX_TOKENS}")
     if weights.shape[0] * weights.shape[1] != plan.order.shape[0]:
         raise ValueError(f"moe_experts: weights {weights.shape} do not fit {plan.order.shape[0]}")
-    h = kernel_sm90.gate_up(x, plan, w13, tiles.choose(2 * inner), gate_softcap, up_softcap)
-    y = kernel_sm90.down(h, weights, plan, w2, tiles.choose(hidden))
+    items = plan.count.shape[0]
+    cut = tiles.choose(2 * inner, hidden, items)
+    h = kernel_sm90.gate_up(x, plan, w13, cut, gate_softcap, up_softcap)
+    y = kernel_sm90.down(h, weights, plan, w2, tiles.choose(hidden, inner, items))
     return y.reshape(*weights.shape, hidden)
 
 

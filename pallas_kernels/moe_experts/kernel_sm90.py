@@ -1,7 +1,7 @@
 """Both projections as Pallas-Triton kernels around the MMA steps of `ptx.py` (Hopper and later).
 
-One program owns 32 rows of one work item's expert; its warps share the columns and add up at the
-end. Everything is one-dimensional with four elements per thread, so that element
+One program owns 32 rows (per row warp) of one work item's expert; its warps share the columns and
+add up at the end. Everything is one-dimensional with four elements per thread, so that element
 `128 warp + 4 lane + i` is word i of a lane's 16-byte load and register i of its accumulators.
 """
 
@@ -16,14 +16,14 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.moe_experts.pack import WORDS, PackedExperts
 from pallas_kernels.moe_experts.plan import Plan
 from pallas_kernels.moe_experts.ptx import fragment_product
-from pallas_kernels.moe_experts.tiles import STEP_COLUMNS
+from pallas_kernels.moe_experts.tiles import STEP_COLUMNS, TileConfig
 
 
 def gate_up(
     x: jax.Array,
     plan: Plan,
     w13: PackedExperts,
-    warps: int,
+    tiles: TileConfig,
     gate_softcap: float,
     up_softcap: float,
 ) -> jax.Array:
@@ -32,62 +32,57 @@ def gate_up(
     inner = w13.shape[1] // 2
     k = slots // x.shape[0]
 
-    def finish(sums, row, slot, keep, out):
-        gate, up = sums
+    def finish(sums, expert, slot, row, keep, outer, out):
+        gate, up = (s * outer for s in sums)
         act = gate_softcap * jnp.tanh(gate / gate_softcap) * jax.nn.sigmoid(gate)
         act = act * (up_softcap * jnp.tanh(up / up_softcap))
         plt.store(out.at[slot, row], act.astype(x.dtype), mask=keep)
 
-    return _projection(x, plan, w13, (), warps, k, finish, (slots, inner), x.dtype)
+    return _projection(x, plan, w13, tiles, k, finish, (), (slots, inner), x.dtype)
 
 
-def down(h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, warps: int) -> jax.Array:
+def down(
+    h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, tiles: TileConfig
+) -> jax.Array:
     """[T * k, I] -> float32 [T * k, D], each planned slot times its weight."""
     slots, rows = h.shape[0], w2.shape[1]
 
-    def finish(sums, row, slot, keep, out):
+    def finish(sums, expert, slot, row, keep, outer, out, weight):
+        scale = outer * plt.load(weight.at[slot], mask=keep, other=0.0)
         first = (row // 16) * 32 + row % 16
         for fragment, s in enumerate(sums):
-            plt.store(out.at[slot, first + 16 * fragment], s, mask=keep)
+            plt.store(out.at[slot, first + 16 * fragment], s * scale, mask=keep)
 
-    factors = (weights.reshape(slots),)
-    return _projection(h, plan, w2, factors, warps, 1, finish, (slots, rows), jnp.float32)
+    extra = (weights.reshape(slots),)
+    return _projection(h, plan, w2, tiles, 1, finish, extra, (slots, rows), jnp.float32)
 
 
-def _projection(x, plan, w, factors, warps, k, finish, shape, dtype):
+def _projection(x, plan, w, tiles, k, finish, extra, shape, dtype):
+    grid = (w.words.shape[1] // tiles.row_warps, plan.count.shape[0])
     scales = () if w.scales is None else (w.scales,)
-    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], warps, k, finish)
+    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], tiles, k, finish)
     return pl.pallas_call(
         body,
-        grid=(w.words.shape[1], plan.count.shape[0]),
+        grid=grid,
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=1),
         name="moe_experts_" + w.format,
-    )(*plan, x.reshape(-1), w.outer, w.words, *scales, *factors)
+    )(*plan, x.reshape(-1), w.outer, w.words, *scales, *extra)
 
 
-def _body(x_shape, format, steps, warps, k, finish, expert, start, count, order, x, outer, words,
+def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order, x, outer, words,
           *rest):  # fmt: skip
     scales, rest = (None, rest) if format == "bfloat16" else (rest[0], rest[1:])
-    *factors, out = rest
-    tile, item = pl.program_id(0), pl.program_id(1)
-    e, first, n = expert[item], start[item], count[item]
+    *extra, out = rest
+    tiles_before, item = pl.program_id(0) * tiles.row_warps, pl.program_id(1)
+    n = count[item]
 
     @pl.when(n > 0)
     def _():
-        # What the end needs is loaded now, so that nothing waits for it there. Accumulator i of
-        # lane 4g + t is of row g + 8 (i / 2), token 2t + i % 2.
-        word = jnp.arange(WORDS, dtype=jnp.int32)
-        token = lax.rem(lax.div(word, 4), 4) * 2 + lax.rem(word, 2)
-        keep = token < n
-        # Past the end where not kept: the interpreter stores masked elements too, unchanged.
-        slot = plt.load(order.at[first + token], mask=keep, other=order.shape[0])
-        factor = outer[e]
-        for ref in factors:
-            factor *= plt.load(ref.at[slot], mask=keep, other=0)
-
-        place = jnp.arange(warps * WORDS, dtype=jnp.int32)
+        e, first = expert[item], start[item]
+        place = jnp.arange(tiles.warps * WORDS, dtype=jnp.int32)
         warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
+        tile = tiles_before + lax.div(warp, tiles.column_warps)
         # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with
         # another, and theirs are not stored.
         row = order[first + jnp.minimum(lax.div(word, 16), n - 1)]
@@ -96,9 +91,9 @@ def _body(x_shape, format, steps, warps, k, finish, expert, start, count, order,
         acts = row + column
         sums = [jnp.zeros(place.shape, jnp.float32)] * 2
         # Unrolled: rolled loops and prefetching by hand both measured slower.
-        for s in range(pl.cdiv(steps, warps)):
-            step = s * warps + warp
-            whole = (s + 1) * warps <= steps
+        for s in range(pl.cdiv(steps, tiles.column_warps)):
+            step = s * tiles.column_warps + lax.rem(warp, tiles.column_warps)
+            whole = (s + 1) * tiles.column_warps <= steps
             mask, other = (None, None) if whole else (step < steps, 0)  # zeros beyond the last
             step = step if whole else jnp.minimum(step, steps - 1)
             b = [_load_acts(x, acts, step, j, x_shape[1], steps) for j in range(4)]
@@ -116,10 +111,17 @@ def _body(x_shape, format, steps, warps, k, finish, expert, start, count, order,
                     pack=4,
                     result_shape_dtypes=[jax.ShapeDtypeStruct(place.shape, jnp.float32)],
                 )
-        sums = [s.reshape(warps, WORDS).sum(axis=0) * factor for s in sums]
-        word = jnp.arange(WORDS, dtype=jnp.int32)
+        sums = [_add_warps(s, tiles) for s in sums]
+        # Accumulator i of lane 4g + t: row g + 8 (i / 2), token 2t + i % 2.
+        place = jnp.arange(tiles.row_warps * WORDS, dtype=jnp.int32)
+        word = lax.rem(place, WORDS)
+        token = lax.rem(lax.div(word, 4), 4) * 2 + lax.rem(word, 2)
+        tile = tiles_before + lax.div(place, WORDS)
         row = tile * 16 + lax.div(word, 16) + lax.rem(lax.div(word, 2), 2) * 8
-        finish(sums, row, slot, keep, out)
+        keep = token < n
+        # Past the end where not kept: the interpreter stores masked elements too, unchanged.
+        slot = plt.load(order.at[first + token], mask=keep, other=order.shape[0])
+        finish(sums, e, slot, row, keep, outer[e], out, *extra)
 
 
 def _load_acts(x, acts, step, j, columns, steps):
@@ -140,3 +142,10 @@ def _load_scales(scales, e, tile, step, word):
         return scales[e, tile, step, word]
     shared = lax.div(word, 8) * 4 + lax.rem(word, 4)
     return scales[e, tile, step, plt.max_contiguous(pl.multiple_of(shared, 4), 4)]
+
+
+def _add_warps(s, tiles):
+    if tiles.column_warps == 1:
+        return s
+    s = s.reshape(tiles.row_warps, tiles.column_warps, WORDS).sum(axis=1)
+    return s.reshape(tiles.row_warps * WORDS)

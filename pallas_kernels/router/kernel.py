@@ -44,7 +44,10 @@ def _scores_body(tiles, z_ref, gate_ref, score_ref):
     sums = [jnp.zeros((tiles.experts, tiles.columns), jnp.float32) for _ in rows]
     for column, gate in zip(columns, gates, strict=True):
         for i, row in enumerate(rows):
-            sums[i] += gate * z_ref[row, column].astype(jnp.float32)[None]
+            # Loaded for each gate row, as the gate is: to spread one row over the threads of all
+            # takes an exchange through shared memory.
+            z = z_ref[jnp.full_like(expert, row)[:, None], column[None]]
+            sums[i] += gate * z.astype(jnp.float32)
     for row, total in zip(rows, sums, strict=True):
         score_ref[row, expert] = jax.nn.sigmoid(total.sum(axis=1))
 
@@ -64,7 +67,7 @@ def select(
     picks, weights, *plan = pl.pallas_call(
         functools.partial(_select_body, k, scale),
         out_shape=out_shape,
-        compiler_params=plt.CompilerParams(num_warps=4 if tokens <= 8 else 16, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=4 if tokens <= 2 else 16, num_stages=1),
         interpret=interpret,
         name="router_select",
     )(scores, bias, real)
