@@ -257,9 +257,13 @@ def attend_draft(
     return _draft_attention(q, k, v, q_norm, k_norm, cos, sin, context, start, layer=layer, eps=eps)
 
 
-def takes_image(dtype: jnp.dtype) -> bool:
+def takes_image(q: Float[Array, "n H d"]) -> bool:
     """Tells whether cuDNN attends within pictures."""
-    refusal = None if dtype == jnp.bfloat16 else f"activations are {dtype.name}, not bfloat16"
+    refusal = None
+    if q.shape[2] % 8:
+        refusal = f"head size {q.shape[2]} is not a multiple of 8"
+    if q.dtype != jnp.bfloat16:
+        refusal = f"activations are {q.dtype.name}, not bfloat16"
     return choose(IMAGE, refusal)
 
 

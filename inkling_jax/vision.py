@@ -125,7 +125,7 @@ class VisionAttention(nnx.Module):
         n = x.shape[0]
         q, k, v = (f(x).reshape(n, self.heads, -1) for f in (self.q, self.k, self.v))
         q, k = _rotate(q, rope), _rotate(k, rope)
-        attend = ops.attend_image if ops.takes_image(x.dtype) else _attend
+        attend = ops.attend_image if ops.takes_image(q) else _attend
         return self.out(attend(q, k, v, count).astype(x.dtype).reshape(n, -1))
 
 
