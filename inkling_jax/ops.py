@@ -257,27 +257,6 @@ def attend_draft(
     return _draft_attention(q, k, v, q_norm, k_norm, cos, sin, context, start, layer=layer, eps=eps)
 
 
-def takes_image(q: Float[Array, "n H d"]) -> bool:
-    """Tells whether cuDNN attends within pictures."""
-    refusal = None
-    if q.shape[2] % 8:
-        refusal = f"head size {q.shape[2]} is not a multiple of 8"
-    if q.dtype != jnp.bfloat16:
-        refusal = f"activations are {q.dtype.name}, not bfloat16"
-    return choose(IMAGE, refusal)
-
-
-def attend_image(
-    q: Float[Array, "n H d"],
-    k: Float[Array, "n H d"],
-    v: Float[Array, "n H d"],
-    count: Int[Array, ""],
-) -> Float[Array, "n H d"]:
-    """Attention to the first `count` tokens of a picture by cuDNN."""
-    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    return attend(q[None], k[None], v[None], key_value_seq_lengths=count[None])[0]
-
-
 def takes_sampling(vocabulary: int) -> bool:
     """Tells whether the kernel finds where the filters end a row of so many logits."""
     return choose(SAMPLING, sampling.unsupported(vocabulary))
