@@ -4,7 +4,8 @@ EXTRAS ?= test,train
 PYTHON := .venv/bin/python
 # One test of each kernel that needs one GPU.
 SANITIZED := moe_experts[576-counts1-nvfp4] or attention_decode[None-5] or conv_mix[5-3-bfloat16] \
-  or projections[rows1-8] or qkv_prep[True-5] or router[17] or sampling[distinct] \
+  or projections[rows1-8] or qkv_prep[True-5] or conv_mix_long[9-1] \
+  or qkv_prep_long[1025-True] or router[17] or sampling[distinct] \
   or draft_attention and one
 
 .PHONY: setup demo test test-long test-gpu sanitize-gpu lint

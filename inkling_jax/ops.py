@@ -257,23 +257,6 @@ def attend_draft(
     return _draft_attention(q, k, v, q_norm, k_norm, cos, sin, context, start, layer=layer, eps=eps)
 
 
-def takes_image(dtype: jnp.dtype) -> bool:
-    """Tells whether cuDNN attends within pictures."""
-    refusal = None if dtype == jnp.bfloat16 else f"activations are {dtype.name}, not bfloat16"
-    return choose(IMAGE, refusal)
-
-
-def attend_image(
-    q: Float[Array, "n H d"],
-    k: Float[Array, "n H d"],
-    v: Float[Array, "n H d"],
-    count: Int[Array, ""],
-) -> Float[Array, "n H d"]:
-    """Attention to the first `count` tokens of a picture by cuDNN."""
-    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    return attend(q[None], k[None], v[None], key_value_seq_lengths=count[None])[0]
-
-
 def takes_sampling(vocabulary: int) -> bool:
     """Tells whether the kernel finds where the filters end a row of so many logits."""
     return choose(SAMPLING, sampling.unsupported(vocabulary))

@@ -1,5 +1,6 @@
 """Image tower: 40 × 40 pixel tiles in, one feature per tile out (spec: inkling2.md, "Image")."""
 
+import functools
 import math
 
 import jax
@@ -8,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from inkling_jax import ops
+from inkling_jax import kernel_choice, ops
 from inkling_jax.config import VisionConfig
 from inkling_jax.layers import LayerNorm, Linear, einsum, param
 
@@ -125,12 +126,12 @@ class VisionAttention(nnx.Module):
         n = x.shape[0]
         q, k, v = (f(x).reshape(n, self.heads, -1) for f in (self.q, self.k, self.v))
         q, k = _rotate(q, rope), _rotate(k, rope)
-        attend = ops.attend_image if ops.takes_image(x.dtype) else _attend
+        attend = _attend_by_cudnn if _takes_cudnn(q) else _attend
         return self.out(attend(q, k, v, count).astype(x.dtype).reshape(n, -1))
 
 
 def _attend(q, k, v, count):
-    """`ops.attend_image` in plain JAX, float32; the scores of a block of queries at a time."""
+    """Attention to the first `count` tokens, float32, a block of queries at a time."""
     n = q.shape[0]
 
     def one_block(q):
@@ -143,6 +144,22 @@ def _attend(q, k, v, count):
     pad = -n % QUERY_BLOCK
     blocks = jnp.pad(q, ((0, pad), (0, 0), (0, 0))).reshape(-1, QUERY_BLOCK, *q.shape[1:])
     return jax.lax.map(one_block, blocks).reshape(n + pad, *q.shape[1:])[:n]
+
+
+def _takes_cudnn(q: Float[Array, "n h d"]) -> bool:
+    """Tells whether cuDNN attends within pictures."""
+    refusal = None
+    if q.shape[2] % 8:
+        refusal = f"head size {q.shape[2]} is not a multiple of 8"
+    if q.dtype != jnp.bfloat16:
+        refusal = f"activations are {q.dtype.name}, not bfloat16"
+    return kernel_choice.choose(ops.IMAGE, refusal)
+
+
+def _attend_by_cudnn(q, k, v, count):
+    """The same by cuDNN, in the dtype of q."""
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    return attend(q[None], k[None], v[None], key_value_seq_lengths=count[None])[0]
 
 
 def _patch_positions(n_tiles: int, merge: int, columns: Int[Array, ""]):

@@ -224,7 +224,7 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 def describe(row: dict[str, Any]) -> str:
     """A line of the table."""
     peak = (row["device_peak_bytes"] or 0) / 1e9
-    memory = f"{row['temporary_bytes'] / 1e9:6.2f} GB temporary, device peak {peak:.1f} GB"
+    memory = f"{row['temporary_bytes'] / 1e9:6.2f} GB temporary, device peak so far {peak:.1f} GB"
     text = f"{row['part']:6}{row['path']:8} {row['layers']} layers {row['tokens']} tok "
     if row["part"] == "long":
         return (

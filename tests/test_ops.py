@@ -271,7 +271,7 @@ def test_prefill_attends_by_a_kernel_or_says_why(on_gpu):
 @pytest.mark.parametrize(
     ("tokens", "slots", "takes"), [(4, 7, True), (5, 7, False), (65, 99, False)]
 )
-def test_calls_longer_than_a_block_end_their_sublayers_in_plain_jax(tokens, slots, takes, on_gpu):
+def test_only_what_may_be_taken_back_is_mixed_as_few_tokens(tokens, slots, takes, on_gpu):
     u, state = jnp.zeros((1, tokens, 128)), jnp.zeros((1, slots, 128))
     assert ops.takes_mix(u, (), (u,), jnp.zeros((128, 4)), state) == takes
     assert (ops.MIX in kernel_choice.chosen()) == takes

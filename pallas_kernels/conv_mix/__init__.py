@@ -155,8 +155,8 @@ def conv_mix_long(
     batch, tokens, width = u.shape
     if reason := unsupported_long(batch * tokens, width):
         raise ValueError(f"conv_mix_long: {reason}")
-    partial = kernel_long.add(partial, u, before, weight.T, interpret)
+    total = kernel_long.add(partial, u, before, weight.T, interpret)
     z, scale = kernel_long.mix(
-        partial, blocks, scales, queries, norms, dtype, eps, norm_eps, interpret
+        total, blocks, scales, queries, norms, dtype, eps, norm_eps, interpret
     )
-    return ConvMixLong(z, partial, scale)
+    return ConvMixLong(z, total, scale)

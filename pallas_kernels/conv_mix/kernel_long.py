@@ -66,7 +66,8 @@ def mix(partial, blocks, scales, queries, norms, dtype, eps, norm_eps, interpret
     leaves, tree = jax.tree.flatten(((partial, *blocks), tuple(scales), queries, norms))
 
     def body(*refs):
-        _mix(*tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :], eps, norm_eps)
+        given, outs = tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :]
+        _mix(given, outs, eps, norm_eps)
 
     batch, tokens, _ = partial.shape
     *z, scale = pl.pallas_call(
@@ -83,8 +84,8 @@ def mix(partial, blocks, scales, queries, norms, dtype, eps, norm_eps, interpret
     return tuple(z), scale
 
 
-def _mix(sources, scales, queries, norms, out_refs, eps, norm_eps):
-    *z_refs, scale_ref = out_refs
+def _mix(given, out_refs, eps, norm_eps):
+    (sources, scales, queries, norms), (*z_refs, scale_ref) = given, out_refs
     at, width = (pl.program_id(1), pl.program_id(0)), queries.shape[1]
     parts, root = _parts(width), math.sqrt(width)
 
