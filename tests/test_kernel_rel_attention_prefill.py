@@ -91,7 +91,11 @@ CASES = [
     pytest.param(129, [128, 64], [129, 2], None, 264, 200, id="a block and one, after others"),
     pytest.param(128, [333, 5], [128, 0], None, 464, 24, id="off the tile, an empty row"),
     pytest.param(130, [300, 100], [130, 64], 128, None, 128, id="window full, and not yet"),
-    pytest.param(257, [0, 1000], [257, 129], 256, None, 100, id="several blocks of a window"),
+    pytest.param(
+        *(257, [0, 1000], [257, 129], 256, None, 100),
+        id="several blocks of a window",
+        marks=pytest.mark.long,
+    ),
 ]
 
 
@@ -158,6 +162,7 @@ def test_bias_ends_at_its_reach():
     np.testing.assert_allclose(np.asarray(out[0, 6, 0, :7], np.float32), weights, rtol=1e-2)
 
 
+@pytest.mark.long
 def test_chunks_continue_one_another():
     """A sequence at once and in chunks off the tile, through a cache and a window."""
     inputs = make_inputs(1, 1, 300, 304, 40)

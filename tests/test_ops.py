@@ -244,6 +244,8 @@ def test_prefill_by_the_kernel_computes_what_the_plain_one_does(on_gpu, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(kernel_choice, "device_refusal", lambda: "it is told not to")
         plain = read()
+    for other in ("takes_preparation", "takes_long_mix"):
+        monkeypatch.setattr(ops, other, lambda *args: False)
     interpreted_prefill(monkeypatch)
     out = read()
     assert kernel_choice.chosen()[ops.PREFILL] == kernel_choice.KERNEL

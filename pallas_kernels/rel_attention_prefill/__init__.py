@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.rel_attention_prefill import kernel_sm90 as kernel
+from pallas_kernels.rel_attention_prefill import kernel_sm90, shear, tiles
 
 __all__ = ["rel_attention_prefill", "unsupported"]
 
@@ -28,16 +28,16 @@ def unsupported(
     """
     if head_dim not in (64, 128):
         return f"head_dim is {head_dim}, not 64 or 128"
-    if d_rel != kernel.RANKS:
-        return f"d_rel is {d_rel}, not {kernel.RANKS}"
+    if d_rel != shear.RANKS:
+        return f"d_rel is {d_rel}, not {shear.RANKS}"
     if heads % kv_heads:
         return f"{heads} heads are no multiple of {kv_heads} KV heads"
     if extent > MAX_EXTENT:
         return f"the bias has an extent of {extent}, more than {MAX_EXTENT}"
-    if window is None and slots % kernel.ALIGN:
-        return f"{slots} slots are not a multiple of {kernel.ALIGN}"
-    if window is not None and window % kernel.KEYS:
-        return f"the window of {window} is not a multiple of {kernel.KEYS}"
+    if window is None and slots % tiles.ALIGN:
+        return f"{slots} slots are not a multiple of {tiles.ALIGN}"
+    if window is not None and window % shear.KEYS:
+        return f"the window of {window} is not a multiple of {shear.KEYS}"
     return None
 
 
@@ -91,12 +91,12 @@ def rel_attention_prefill(
         raise ValueError(
             f"rel_attention_prefill: {slots} keys, not {window} before and {tokens} of the call"
         )
-    q, r, sink, gate = (_padded(x, kernel.BLOCK) for x in (q, r, sink, gate))
-    k, v = (_padded(x, kernel.ALIGN) for x in (k, v))
+    q, r, sink, gate = (_padded(x, tiles.BLOCK) for x in (q, r, sink, gate))
+    k, v = (_padded(x, tiles.ALIGN) for x in (k, v))
     first = start if window is None else jnp.full_like(start, window)
     # No query sees a whole window back.
     lowest = jnp.zeros_like(start) if window is None else jnp.maximum(window - start, 1)
-    out = kernel.run(
+    out = kernel_sm90.run(
         q, r, k, v, proj, sink, gate.astype(q.dtype), first, lowest, lengths, window, interpret
     )
     return out[:, :tokens]
