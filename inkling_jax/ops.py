@@ -219,7 +219,8 @@ def takes_prefill(
     if q.shape[1] <= MAX_QUERIES:
         return False
     (heads, _), (slots, kv_heads, dim), (d_rel, extent) = q.shape[2:], cache.shape[1:], proj.shape
-    refusal = rel_attention_prefill.unsupported(heads, kv_heads, dim, d_rel, extent, slots, window)
+    sizes = (heads, kv_heads, dim, d_rel, extent, slots, window)
+    refusal = rel_attention_prefill.unsupported(*sizes) or kernel_choice.hopper_refusal()
     if not q.dtype == cache.dtype == proj.dtype == jnp.bfloat16:
         refusal = f"activations and keys are {q.dtype.name} and {cache.dtype.name}, not bfloat16"
     if slots != ring:
