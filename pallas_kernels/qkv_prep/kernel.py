@@ -44,7 +44,7 @@ def _call(name, operands, outs, kinds, block, aliases, interpret, options):
         grid=(heads + 2 * kv_heads, pl.cdiv(tokens, block), batch),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs],
         input_output_aliases=aliases,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=max(4, block // 4), num_stages=1),
         interpret=interpret,
         name=name,
     )(*operands)
