@@ -186,12 +186,12 @@ def test_draft_attention(slots, monkeypatch):
     ("tokens", "queries", "dtype"),
     [(1, 1, jnp.bfloat16), (5, 3, jnp.bfloat16), (17, 1, jnp.float32), (32, 3, jnp.float32)],
 )
-def test_conv_mix(tokens, queries, dtype, monkeypatch):
-    monkeypatch.setattr(mixing, "WIDTH", mixing_sizes.HIDDEN)
-    inputs = mixing.make_inputs(fresh_seed(), 2, tokens, queries, mixing_sizes.BLOCKS, jnp.bfloat16)
+def test_conv_mix(tokens, queries, dtype):
+    width, blocks = mixing_sizes.HIDDEN, mixing_sizes.BLOCKS
+    inputs = mixing.make_inputs(fresh_seed(), 2, tokens, queries, blocks, jnp.bfloat16, width)
     start = jnp.array([2, 41], jnp.int32)
     lengths = jnp.array([tokens, tokens // 2], jnp.int32)
-    inputs["state"] = jnp.resize(inputs["state"], (2, tokens + 3, mixing_sizes.HIDDEN))
+    inputs["state"] = jnp.resize(inputs["state"], (2, tokens + 3, width))
     if tokens == 17:
         inputs["partial"] = None  # a block starts
     options = {"start": start, "lengths": lengths, "dtype": dtype, **mixing.EPS}
@@ -207,8 +207,7 @@ def test_conv_mix(tokens, queries, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "queries"), [(8192, 1), (1025, 3), (9, 1)])
-def test_conv_mix_long(tokens, queries, monkeypatch):
-    monkeypatch.setattr(mixing, "WIDTH", mixing_sizes.HIDDEN)
+def test_conv_mix_long(tokens, queries):
     width, blocks = mixing_sizes.HIDDEN, mixing_sizes.BLOCKS
     inputs = mixing.make_inputs(fresh_seed(), 1, tokens, queries, blocks, jnp.bfloat16, width)
     inputs["before"] = inputs.pop("state")[:, : mixing.TAPS - 1]
