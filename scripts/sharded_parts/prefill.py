@@ -41,8 +41,8 @@ PLANNED = HARDWARE["h200"]
 def prefill(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict | None]:
     """Yields what the planner says of the memory, then rows with the model's experts and without.
 
-    Times are of tokens split (sp) and not, in turn. The experts of a prefill are plain JAX and take
-    most of the time, so what splitting saves shows without them. Memory is what the compiler plans
+    Times are of tokens split (sp) and not, in turn. Experts take most of the time and splitting
+    spares none of it, so what it saves shows more without them. Memory is what the compiler plans
     for the program, and by how much a run exceeds what the last device holds: on it no weights were
     drawn. Predicted times are the planner's of these very layers.
     """
@@ -86,7 +86,7 @@ def _no_experts(z, picks, weights, *_, **__):
     return z.astype(jnp.float32) * jnp.sum(jnp.where(picks < 0, 0, weights), -1, keepdims=True)
 
 
-EXPERTS = {"plain JAX": moe.experts, "left out": _no_experts}
+EXPERTS = {"of the model": moe.experts, "left out": _no_experts}
 
 
 def _lower_prefill(part: Slice, experts: str, sp: Switch, count: int) -> jax.stages.Lowered:
