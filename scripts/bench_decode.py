@@ -57,6 +57,7 @@ from scripts.time_limit import leave, limited, write_json
 ACCEPTANCE = 3.5  # tokens a step, of the peer's announcement: for the projection
 SECONDS = 0.2  # per measurement
 FEW = 4  # trips
+LABEL = 24  # letters of a kernel's name in the plot
 
 
 def step_seconds(program: Any, carry: Any, params: Any, most: int) -> list[float]:
@@ -208,11 +209,10 @@ def plot(result: dict[str, Any], target: Path) -> None:
     figure, (whole, parts) = pyplot.subplots(2, figsize=size, layout="constrained", sharex=True)
     whole.bar(names, [r["ms"] for r in rows], label="measured")
     whole.bar(names, [r.get("floor_ms", 0) for r in rows], label="bytes at the read rate")
-    whole.set_yscale("log")
     whole.set_title(f"decode on one {result['device']}, collectives left out")
     below = np.zeros(len(rows))
     for kernel, shares in longest_kernels(rows).items():
-        parts.bar(names, shares, bottom=below, label=kernel)
+        parts.bar(names, shares, bottom=below, label=kernel[:LABEL])
         below += shares
     parts.set_title("the same by kernel")
     parts.tick_params(axis="x", labelrotation=90)
