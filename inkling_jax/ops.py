@@ -37,7 +37,8 @@ OPERATIONS = (
 )
 EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT = OPERATIONS[:7]
 MIX_LONG, PREPARE_LONG, PREFILL, IMAGE = OPERATIONS[7:]
-# On two H200s 23 µs for a row, NCCL's sum and conv_mix 19 (scripts/results/sharded_h200.json).
+# Faster than NCCL's sum and conv_mix up to 8 rows (scripts/results/sharded_h200.json), but no whole
+# model's text has been compared with it on GPUs.
 REDUCES = False  # whether devices add up within conv_mix
 MAX_QUERIES = 8  # longer calls are prefill
 

@@ -6,13 +6,18 @@ was measured on H200s with JAX 0.11.2:
 - read: the sum over 4 GB, 4.58 TB/s (scripts/results/decode_h200.json).
 - products: a bfloat16 8192³ product through XLA, 670 TFLOP/s.
 - experts: both grouped products at 8,192 tokens, 371 TFLOP/s, of a peer's kernel (triton_kernels).
+  Ours has since reached 456 to 509, and 341 to 361 with a TP4 rank's columns
+  (scripts/results/kernels_h200.json).
 - attention: a prototype kernel with the relative bias, 8,192 tokens: 288 to 333 TFLOP/s where
   layers slide, 573 to 611 where they are full; the lower figure stands for both.
 - reduce, gather: 8,192 × 4,608 bfloat16 between two devices by NCCL: all-reduce 390 µs,
   reduce-scatter and all-gather 440 µs together. More devices are assumed to reach the same.
-- hop: a small all-reduce by NCCL inside a compiled loop, 16.5 µs. Two H200s have since taken 9 µs
-  more for one in front of conv_mix, and 23 µs more a collective for a decode step in plain JAX
+- hop: a small all-reduce by NCCL inside a compiled loop, 16.5 µs. Since then a decode step of six
+  layers over two H200s has taken 13 µs more a collective than a device's share without them
   (scripts/results/sharded_h200.json).
+
+What a launch costs beside its bytes is not in them: some 3 µs in a decode step of a TP4 rank
+(scripts/results/decode_rank_h200.json), of which a layer has 13.
 
 Other devices were not measured: they are assumed to reach the same shares of their peaks.
 """
