@@ -87,10 +87,21 @@ def poison(inputs, start, lengths, window, fill):
 
 
 CASES = [
-    pytest.param(127, [0, 0], [127, 100], None, 136, 24, id="less than a block"),
+    pytest.param(
+        127, [0, 0], [127, 100], None, 136, 24, marks=pytest.mark.long, id="less than a block"
+    ),
     pytest.param(129, [128, 64], [129, 2], None, 264, 200, id="a block and one, after others"),
     pytest.param(128, [333, 5], [128, 0], None, 464, 24, id="off the tile, an empty row"),
-    pytest.param(130, [300, 100], [130, 64], 128, None, 128, id="window full, and not yet"),
+    pytest.param(
+        130,
+        [300, 100],
+        [130, 64],
+        128,
+        None,
+        128,
+        marks=pytest.mark.long,
+        id="window full, and not yet",
+    ),
     pytest.param(
         *(257, [0, 1000], [257, 129], 256, None, 100),
         id="several blocks of a window",

@@ -55,7 +55,7 @@ def kind(array):
     return array.shape, array.dtype
 
 
-@pytest.mark.parametrize("text", ["ep=2,tp=2", "ep=4,dp=2"])
+@pytest.mark.parametrize("text", ["ep=2,tp=2", pytest.param("ep=4,dp=2", marks=pytest.mark.long)])
 def test_devices_pack_their_own_parts(text, on_gpu):
     """Whole experts come out as they went in, and nothing lies where it did not before."""
     mesh, params = on_mesh(text)
@@ -94,6 +94,7 @@ def test_a_step_on_a_mesh_is_made_of_kernels(refusal, on_gpu, monkeypatch):
     assert set(reasons.values()) == {kernel_choice.KERNEL}
 
 
+@pytest.mark.long
 def test_parts_of_experts_add_up(on_gpu, monkeypatch):
     """The kernel, interpreted, on two halves of the columns and two halves of the experts."""
     caps = CONFIG.text.mlp_gate_softcap, CONFIG.text.mlp_up_softcap

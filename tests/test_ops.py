@@ -131,6 +131,7 @@ def test_a_decode_step_has_eleven_kernels_a_layer_and_no_branch(tokens, on_gpu):
     assert not {"cond", "while", "scan"} & set(found)
 
 
+@pytest.mark.long
 def test_the_kernel_draws_the_tokens_of_the_plain_sampler(on_gpu, monkeypatch):
     interpreted = functools.partial(ops.sampling.prefix_end, interpret=True)
     monkeypatch.setattr(ops.sampling, "prefix_end", interpreted)

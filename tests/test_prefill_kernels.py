@@ -56,7 +56,7 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(ops, name.replace("qkv_prep", "prepare"), run)
 
 
-@pytest.mark.parametrize("text", ["", "ep=2,tp=2,sp=on"])
+@pytest.mark.parametrize("text", ["", pytest.param("ep=2,tp=2,sp=on", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("interpreted")
 def test_prefill_by_kernels_is_the_plain_prefill(text, on_gpu, monkeypatch):
     """Ragged chunks, a row that ends, slices of tokens with the halo of the one before."""
