@@ -72,6 +72,7 @@ def test_a_rank_has_more_warps_along_the_columns_where_programs_are_few():
     assert (few.column_warps, many.column_warps) == (4, 1)
 
 
+@pytest.mark.long
 def test_seventeen_tokens_on_one_expert_need_three_passes(monkeypatch):
     picked = jnp.full((17, 1), 1, jnp.int32)
     run_both("nvfp4", 17, [True] * 17, picked, 3, 576, 48, monkeypatch)

@@ -55,7 +55,8 @@ def kind(array):
     return array.shape, array.dtype
 
 
-@pytest.mark.parametrize("text", ["ep=2,tp=2", pytest.param("ep=4,dp=2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("text", ["ep=2,tp=2", "ep=4,dp=2"])
 def test_devices_pack_their_own_parts(text, on_gpu):
     """Whole experts come out as they went in, and nothing lies where it did not before."""
     mesh, params = on_mesh(text)

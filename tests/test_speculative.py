@@ -132,6 +132,7 @@ def test_rows_that_share_a_budget_give_their_greedy_text():
     assert np.maximum(rounds.proposed, 0).sum() < np.maximum(own.proposed, 0).sum()
 
 
+@pytest.mark.long
 def test_a_row_with_a_seed_does_not_notice_rows_that_share():
     alone, _, rounds = run(drafted, PROMPTS, SETTINGS, NEW, range(4), LENGTHS, **auto(SHARED))
     pooled = jnp.array([True, False, True, True])
