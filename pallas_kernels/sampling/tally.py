@@ -39,7 +39,7 @@ def tally(
     """
     rows, vocabulary = logits.shape
     chunks = pl.cdiv(vocabulary, CHUNK)
-    found = ()
+    found: list[jax.Array] = []
     for shift in range(32 - BITS, -1, -BITS):
         found = pl.pallas_call(
             functools.partial(_body, shift),
@@ -53,7 +53,8 @@ def tally(
             interpret=interpret,
             name="sampling_tally",
         )(logits, largest, sums, top_k, top_p, *found)
-    return tuple(found)
+    sums, known, above = found
+    return sums, known, above
 
 
 def _body(shift, logit_ref, largest_ref, sum_ref, k_ref, p_ref, *refs):
@@ -65,7 +66,9 @@ def _body(shift, logit_ref, largest_ref, sum_ref, k_ref, p_ref, *refs):
         top, mass = total_mass(largest_ref, sum_ref, row)
         known, above = jnp.int32(0), jnp.float32(0)
         if before:
-            known, above = chosen(*before, row, mass_to_reach(p_ref[row], mass))
+            sums_before, known_before, above_before = before
+            target = mass_to_reach(p_ref[row], mass)
+            known, above = chosen(sums_before, known_before, above_before, row, target)
         known_ref[row], above_ref[row] = known, above  # all programs write the same
         token = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         value = load_row(logit_ref, row, token)
