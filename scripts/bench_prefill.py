@@ -35,7 +35,7 @@ import numpy as np
 from flax import nnx
 
 from inkling_jax.cache import rollback
-from inkling_jax.planning.hardware import Rates
+from inkling_jax.planning.hardware import peak_rates
 from scripts.bench_decode import read_rate, step_seconds
 from scripts.decode_step.parts import (
     ROOM,
@@ -118,7 +118,7 @@ def measure(
     """Times a call and sets it beside what it has to do."""
     times = call_seconds(call, program, params, context)
     todo, seconds = work(call.part, context, call.tokens), statistics.median(times)
-    rates = Rates(rate, ceiling, ceiling, ceiling, 1.0, 1.0, 0.0)
+    rates = peak_rates(rate, ceiling, link=1.0)
     return {
         "part": call.part.name,
         "path": call.path,

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import inkling_jax as ij
@@ -15,9 +16,13 @@ from inkling_jax.planning.floors import Collective
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.programs import read_collectives
 from inkling_jax.planning.report import _largest
+from scripts.decode_step.parts import full_size
+from scripts.prefill_step.calls import alone
+from scripts.sharded_parts.slices import some_layers
 from sharding.mesh import MeshConfig, abstract_mesh
 
 FIXTURES = Path(__file__).parent / "fixtures"
+RESULTS = Path(__file__).parents[1] / "scripts/results"
 H200 = HARDWARE["h200"]
 TP4 = MeshConfig(tp=4)
 
@@ -110,6 +115,49 @@ def test_splitting_tokens_is_expected_to_pay(small, tp):
     assert split.parts["rows"].nbytes * tp == whole.parts["rows"].nbytes
     for hardware in HARDWARE.values():
         assert split.expected(hardware.reachable) < whole.expected(hardware.reachable)
+
+
+def measured(name, **named):
+    """The rows of a committed result that say so."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return [row for row in rows if named.items() <= row.items()]
+
+
+def step_of(shard, *args, **options):
+    """Milliseconds that a step is expected to take on H200s."""
+    return 1e3 * floors.step("", shard, 1, *args, **options).expected(H200.reachable)
+
+
+@pytest.mark.parametrize(("part", "name"), [(0, "decode_h200"), (1, "decode_rank_h200")])
+def test_decoding_is_expected_to_take_what_it_took(part, name):
+    """Twelve layers, and a rank's share of all; 1 and 8 tokens, 8 K and 100 K of context."""
+    shard, rows = alone(full_size()[part]), measured(name, path="kernels")
+    assert len(rows) == 4
+    for row in rows:
+        tokens = row["tokens"]
+        assert step_of(shard, row["context"], tokens, tokens) == pytest.approx(row["ms"], rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def six_layers():
+    """What each of two devices has of them."""
+    return some_layers(jax.devices()[:2], small=False).shard()
+
+
+def test_two_devices_are_expected_to_take_what_they_took(six_layers):
+    [decoded] = measured("sharded_h200", path="kernels, psum", where="tp=2")
+    assert step_of(six_layers, 8192, 1, 1) == pytest.approx(decoded["ms"], rel=0.1)
+    [read] = measured("sharded_h200", experts="of the model")
+    split, whole = (step_of(six_layers, 0, 8192, 1, on) for on in (True, False))
+    assert split == pytest.approx(read["sp=on"]["ms"], rel=0.1)
+    assert whole == pytest.approx(read["sp=off"]["ms"], rel=0.1)
+    assert 1 - split / whole == pytest.approx(read["saved"], abs=0.03)
+
+
+def test_a_prefill_is_expected_to_take_what_it_took():
+    [row] = measured("prefill_h200", path="kernels")
+    shard = alone(full_size()[0])
+    assert step_of(shard, 0, row["tokens"], 1) == pytest.approx(row["ms"], rel=0.1)
 
 
 @pytest.mark.parametrize(

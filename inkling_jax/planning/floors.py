@@ -15,6 +15,7 @@ from sharding.mesh import MeshConfig
 ACTIVATION, SUM = 2, 4  # bytes: what products read is bfloat16, sums are float32
 BLOCK = 8  # tokens of the widest verification, which can be taken back
 ENDS = "attention/last_tokens + moe/last_tokens"  # convolution states, made known to all
+LAUNCHES_A_LAYER, LAUNCHES_BESIDE = 13, 12  # of a decoding step (scripts/results/decode_h200.json)
 QKV = 3  # inputs of a full layer's attention, each with a mix and a norm of its own
 
 
@@ -98,6 +99,8 @@ class Work:
       hit: distinct experts that they are expected to pick, in each layer and over all devices.
       parts: "products" (attention's projections, router, head, everything small), "experts",
         "attention" (queries with keys and values), "rows" (convolutions, residuals, mixes, norms).
+      launches: kernels and copies of a decoding step; a prefill, where they weigh little, is taken
+        to have as many.
       collectives: as the model asks for them.
     """
 
@@ -105,6 +108,7 @@ class Work:
     tokens: int
     hit: float
     parts: dict[str, Part]
+    launches: int
     collectives: tuple[Collective, ...]
 
     @property
@@ -132,12 +136,16 @@ class Work:
         return seconds
 
     def expected(self, rates: Rates) -> float:
-        """Seconds of the step: of each part whichever takes longer, one after the other."""
+        """Seconds of the step: of each part whichever takes longer, launches, collectives."""
         bound = (
-            max(part.nbytes / rates.read, _computing(name, part, rates))
+            max(_reading(name, part, rates), _computing(name, part, rates))
             for name, part in self.parts.items()
         )
-        return sum(bound) + self.communication(rates)
+        return sum(bound) + self.launches * rates.launch + self.communication(rates)
+
+
+def _reading(name: str, part: Part, rates: Rates) -> float:
+    return part.nbytes / (rates.read_experts if name == "experts" else rates.read)
 
 
 def _computing(name: str, part: Part, rates: Rates) -> float:
@@ -198,7 +206,8 @@ def step(
         "rows": Part(new / slices * _row_bytes(text), 0.0),
     }
     collectives = _collectives(shard, rows, tokens, logits, split_tokens)
-    return Work(name, new, hit, parts, collectives)
+    launches = LAUNCHES_A_LAYER * text.num_hidden_layers + LAUNCHES_BESIDE
+    return Work(name, new, hit, parts, launches, collectives)
 
 
 def activation_bytes(shard: Shard, tokens: int, split_tokens: bool) -> int:

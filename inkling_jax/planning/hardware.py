@@ -1,25 +1,31 @@
 """Devices to plan for: one table, with where its figures come from.
 
 Memory and `peak` are the vendor's data sheets (dense bfloat16; NVLink per direction). `reachable`
-was measured on H200s with JAX 0.11.2:
+was measured on H200s with JAX 0.11.2; files are under scripts/results:
 
-- read: the sum over 4 GB, 4.58 TB/s (scripts/results/decode_h200.json).
-- products: a bfloat16 8192³ product through XLA, 670 TFLOP/s.
-- experts: both grouped products at 8,192 tokens, 371 TFLOP/s, of a peer's kernel (triton_kernels).
-  Ours has since reached 456 to 509, and 341 to 361 with a TP4 rank's columns
-  (scripts/results/kernels_h200.json).
-- attention: a prototype kernel with the relative bias, 8,192 tokens: 288 to 333 TFLOP/s where
-  layers slide, 573 to 611 where they are full; the lower figure stands for both.
+- read: the sum over 4 GB (decode_h200.json).
+- read_experts, launch: what makes a decoding step as long as it was, both fitted to the eight rows
+  of kernels in decode_h200.json and decode_rank_h200.json: twelve layers and a TP4 rank's share of
+  48, 1 and 8 tokens, 8 K and 100 K of context. These and two H200s' steps (sharded_h200.json) are
+  met within 7 %. By the profiles in these files the kernels of experts read 3.2 to 3.7 TB/s at 8
+  tokens; at one, steps take 3.3 µs a launch more than all bytes at `read`.
+- products: a bfloat16 8192³ product through XLA, 648 to 674 TFLOP/s (prefill_h200.json,
+  prefill_more_h200.json, kernels_h200.json).
+- experts: what six layers over two devices take for 8,192 tokens beyond the same without experts,
+  385 to 398 TFLOP/s (sharded_h200.json). The kernels alone reach 456 to 509, a TP4 rank's columns
+  341 to 361, and with 2,048 tokens 237 (kernels_h200.json): shorter prefills are slower than
+  planned, 2,200 tokens of a TP4 rank's twelve layers by half (prefill_more_h200.json).
+- attention: 191 TFLOP/s where layers slide, 416 where they are full (kernels_h200.json), in the
+  proportion of a prefill of 8,192 tokens.
+- hop: NCCL's sum in front of `conv_mix` between two devices, `conv_mix` taken off; the collectives
+  of a decoding step took 13 µs each, those within `allreduce_conv_mix`, which the model leaves out,
+  7 to 9 (sharded_h200.json).
 - reduce, gather: 8,192 × 4,608 bfloat16 between two devices by NCCL: all-reduce 390 µs,
-  reduce-scatter and all-gather 440 µs together. More devices are assumed to reach the same.
-- hop: a small all-reduce by NCCL inside a compiled loop, 16.5 µs. Since then a decode step of six
-  layers over two H200s has taken 13 µs more a collective than a device's share without them
-  (scripts/results/sharded_h200.json).
+  reduce-scatter and all-gather 440 µs together. No committed file has these alone; with them, a
+  prefill over two H200s is met within 10 % (sharded_h200.json).
 
-What a launch costs beside its bytes is not in them: some 3 µs in a decode step of a TP4 rank
-(scripts/results/decode_rank_h200.json), of which a layer has 13.
-
-Other devices were not measured: they are assumed to reach the same shares of their peaks.
+Assumed: that 4 or 8 devices exchange as fast as two, and that other devices, none of which was
+measured, reach the same shares of their peaks and take as long for a launch and a hop.
 """
 
 import dataclasses
@@ -58,19 +64,22 @@ class Rates:
     """How fast one device works.
 
     Attributes:
-      read: bytes a second from its own memory.
+      read, read_experts: bytes a second from its own memory; of experts, in a decoding step.
       products, experts, attention: FLOP a second of these.
       reduce, gather: bytes a second that a device sends in all-reduces and in the others.
       hop: seconds that any collective takes at least.
+      launch: seconds that a kernel takes beside its bytes.
     """
 
     read: float
+    read_experts: float
     products: float
     experts: float
     attention: float
     reduce: float
     gather: float
     hop: float
+    launch: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,30 +116,33 @@ REPORTED = 151397597184 / 141e9  # an H200 has more bytes than its name says; so
 SENT = 8192 * 4608 * 2  # by each of two devices in the measured all-reduce
 MEASURED = Rates(
     read=4.58e12,
-    products=670e12,
-    experts=371e12,
-    attention=288e12,
+    read_experts=3.34e12,
+    products=650e12,
+    experts=385e12,
+    attention=255e12,
     reduce=SENT / 390e-6,
     gather=SENT / 440e-6,
-    hop=16.5e-6,
+    hop=13.8e-6,
+    launch=3.1e-6,
 )
 
 
-def _peak(read: float, compute: float, link: float) -> Rates:
-    return Rates(read, compute, compute, compute, link, link, 0.0)
+def peak_rates(read: float, compute: float, link: float) -> Rates:
+    """Returns the rates at which nothing is lost."""
+    return Rates(read, read, compute, compute, compute, link, link, hop=0.0, launch=0.0)
 
 
-_H200 = _peak(4.8e12, 989e12, 450e9)
+_H200 = peak_rates(4.8e12, 989e12, 450e9)
 
 
 def _as_h200(peak: Rates) -> Rates:
-    """The shares of its peaks that an H200 reaches, of other peaks; what a hop takes is kept."""
-    names = ("read", "products", "experts", "attention", "reduce", "gather")
+    """The shares of its peaks that an H200 reaches, of other peaks."""
+    names = ("read", "read_experts", "products", "experts", "attention", "reduce", "gather")
     shares = {n: getattr(peak, n) * getattr(MEASURED, n) / getattr(_H200, n) for n in names}
-    return Rates(**shares, hop=MEASURED.hop)
+    return dataclasses.replace(MEASURED, **shares)
 
 
-_H100, _GB200 = _peak(3.35e12, 989e12, 450e9), _peak(8e12, 2500e12, 900e9)
+_H100, _GB200 = peak_rates(3.35e12, 989e12, 450e9), peak_rates(8e12, 2500e12, 900e9)
 HARDWARE = {
     "h100": Hardware("NVIDIA H100", 9, 132, 80e9, _H100, _as_h200(_H100)),
     "h200": Hardware("NVIDIA H200", 9, 132, 141e9, _H200, MEASURED),

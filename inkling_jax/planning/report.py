@@ -55,7 +55,7 @@ class Step:
     Attributes:
       work: what one device does.
       byte_floor, flop_floor: at the data sheet's rates.
-      expected: at the rates that programs reach, without gaps between kernels.
+      expected: at the rates that programs reach, with what launches cost.
       communication: the part of `expected` that goes into collectives.
     """
 

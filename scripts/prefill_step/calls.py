@@ -88,9 +88,14 @@ def load_call(call: Call, compiled: Future) -> Program:
 
 def work(part: Part, start: int, tokens: int) -> Work:
     """Counts, from shapes, what reading `tokens` after `start` others takes."""
-    alone = MeshConfig()
-    weights = device_weights(params_shapes(part, packed=False), abstract_mesh(alone))
-    return step("prefill", Shard(part.config.text, alone, weights), 1, start, tokens, logits=1)
+    return step("prefill", alone(part), 1, start, tokens, logits=1)
+
+
+def alone(part: Part) -> Shard:
+    """Returns a part as all that a device without others has."""
+    mesh = MeshConfig()
+    weights = device_weights(params_shapes(part, packed=False), abstract_mesh(mesh))
+    return Shard(part.config.text, mesh, weights)
 
 
 def first_layers(part: Part, layers: int) -> Part:
