@@ -138,13 +138,8 @@ def test_decoding_is_expected_to_take_what_it_took(part, name):
         assert step_of(shard, row["context"], tokens, tokens) == pytest.approx(row["ms"], rel=0.1)
 
 
-@pytest.fixture(scope="module")
-def six_layers():
-    """What each of two devices has of them."""
-    return some_layers(jax.devices()[:2], small=False).shard()
-
-
-def test_two_devices_are_expected_to_take_what_they_took(six_layers):
+def test_two_devices_are_expected_to_take_what_they_took():
+    six_layers = some_layers(jax.devices()[:2], small=False).shard()
     [decoded] = measured("sharded_h200", path="kernels, psum", where="tp=2")
     assert step_of(six_layers, 8192, 1, 1) == pytest.approx(decoded["ms"], rel=0.1)
     [read] = measured("sharded_h200", experts="of the model")

@@ -7,8 +7,9 @@ was measured on H200s with JAX 0.11.2; files are under scripts/results:
 - read_experts, launch: what makes a decoding step as long as it was, both fitted to the eight rows
   of kernels in decode_h200.json and decode_rank_h200.json: twelve layers and a TP4 rank's share of
   48, 1 and 8 tokens, 8 K and 100 K of context. These and two H200s' steps (sharded_h200.json) are
-  met within 7 %. By the profiles in these files the kernels of experts read 3.2 to 3.7 TB/s at 8
-  tokens; at one, steps take 3.3 µs a launch more than all bytes at `read`.
+  met within 7 %; with one rate for all bytes, within 14. By the profiles in these files the kernels
+  of experts read 3.2 to 3.7 TB/s at 8 tokens; at one, steps take 3.3 µs a launch more than all
+  bytes at `read`.
 - products: a bfloat16 8192³ product through XLA, 648 to 674 TFLOP/s (prefill_h200.json,
   prefill_more_h200.json, kernels_h200.json).
 - experts: what six layers over two devices take for 8,192 tokens beyond the same without experts,
