@@ -1,12 +1,14 @@
 """The engine's way to decode in blocks, with a drafter or without one."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int32
 
 from inkling_jax import generation, speculative
 from inkling_jax.cache import Cache, on_mesh
@@ -50,6 +52,38 @@ class Seen(NamedTuple):
     rounds: Rounds | None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a block has to say, all in one array: the host waits for one transfer, not for eight.
+
+    words: the parts of a `Seen` side by side, floats by their bits.
+    shapes, tree: static; of the parts, and what they make.
+    """
+
+    words: Int32[Array, "B w"]
+    shapes: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, seen: Seen) -> Self:
+        """Puts the arrays of a batch, of bool, int32 or float32, side by side."""
+        parts, tree = jax.tree.flatten(seen)
+        words = [a.astype(jnp.int32) if a.dtype == bool else a.view(jnp.int32) for a in parts]
+        joined = jnp.concatenate([a.reshape(a.shape[0], -1) for a in words], axis=1)
+        return cls(joined, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts), tree)
+
+    def fetch(self) -> Seen:
+        """Undoes `of`, on the host."""
+        ends = np.cumsum([math.prod(like.shape[1:]) for like in self.shapes])
+        words = np.split(np.asarray(self.words), ends[:-1], axis=1)
+        parts = [
+            (part.astype(bool) if like.dtype == bool else part.view(like.dtype)).reshape(like.shape)
+            for part, like in zip(words, self.shapes, strict=True)
+        ]
+        return jax.tree.unflatten(self.tree, parts)
+
+
 @jax.jit(static_argnames="alternatives", donate_argnames="cache")
 def _begin(logits, cache, requests, alternatives):
     return _laid_out(*generation.begin(logits, cache, requests, alternatives))
@@ -60,9 +94,9 @@ def _begin_drafted(logits, cache, context, requests, alternatives):
     return _laid_out(*speculative.begin(logits, cache, context, requests, alternatives))
 
 
-def _laid_out(state: State, tokens: Tokens, rounds: Rounds | None = None) -> tuple[State, Seen]:
+def _laid_out(state: State, tokens: Tokens, rounds: Rounds | None = None) -> tuple[State, Report]:
     """Fixes where results lie on a mesh: the state as the next block takes it."""
-    seen = Seen(tokens, base(state).finite, base(state).done, rounds)
+    report = Report.of(Seen(tokens, base(state).finite, base(state).done, rounds))
 
     def is_cache(part):
         return isinstance(part, Cache)
@@ -70,12 +104,12 @@ def _laid_out(state: State, tokens: Tokens, rounds: Rounds | None = None) -> tup
     def lay(part):
         return on_mesh(part) if is_cache(part) else by_row(part)
 
-    return jax.tree.map(lay, state, is_leaf=is_cache), everywhere(seen)
+    return jax.tree.map(lay, state, is_leaf=is_cache), everywhere(report)
 
 
 def begin(
     logits: jax.Array, cache: Cache, context: Context | None, requests: Requests, alternatives: int
-) -> tuple[State, Seen]:
+) -> tuple[State, Report]:
     """Draws each row's first token; `context` is the drafter's, None without one."""
     if context is None:
         return _begin(logits, cache, requests, alternatives)
@@ -90,7 +124,7 @@ def advance(
     ended: Bool[Array, " B"] | np.ndarray,
     steps: int,
     alternatives: int,
-) -> tuple[State, Seen]:
+) -> tuple[State, Report]:
     """Takes a block of steps, or of rounds; the state is used up. `ended` rows take no part."""
     params, speculator = parts.join()
     begun = dataclasses.replace(base(state), done=by_row(ended))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from inkling_jax import decoding, generation, kernel_choice
 from inkling_jax.config import Config
-from inkling_jax.decoding import Seen
+from inkling_jax.decoding import Report
 from inkling_jax.errors import InputError
 from inkling_jax.generation import Requests
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
@@ -179,11 +179,11 @@ class Engine:
                 self.params, self.config, prompts, *room, scoring, self.speculator
             )
             requests = self._requests(rows, budgets, logits.shape[0])
-            state, seen = decoding.begin(logits, cache, context, requests, alternatives)
+            state, report = decoding.begin(logits, cache, context, requests, alternatives)
         if scoring is not None:
             for i, row in enumerate(rows):
                 row.take_prompt_logprobs(scoring.chunks, i)
-        self._hand_out(rows, seen)
+        self._hand_out(rows, report)
         stats["prefill_seconds"] = time.perf_counter() - started
         stats["prefill_buckets"] = prefill_chunks(max(len(p.ids) for p in prompts))
         stats["context"] = capacity
@@ -192,10 +192,10 @@ class Engine:
             done = np.ones(requests.budget.shape, bool)
             done[: len(rows)] = [row.finish_reason is not None for row in rows]
             with on(self.mesh):
-                state, seen = decoding.advance(
+                state, report = decoding.advance(
                     self._parts, self.config, state, done, steps, alternatives
                 )
-            self._hand_out(rows, seen)
+            self._hand_out(rows, report)
             stats["kernels"] = kernel_choice.chosen()
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
@@ -204,8 +204,8 @@ class Engine:
     def _parts(self) -> decoding.Parts:
         return decoding.Parts.of(self.params, self.speculator)
 
-    def _hand_out(self, rows: Sequence[Row], seen: Seen):
-        tokens, finite, done, rounds = jax.device_get(seen)
+    def _hand_out(self, rows: Sequence[Row], report: Report):
+        tokens, finite, done, rounds = report.fetch()
         for i, row in enumerate(rows):
             if rounds is not None:
                 row.take_rounds(jax.tree.map(lambda a, i=i: a[i], rounds))

@@ -4,8 +4,10 @@
 
 Prompts are held out: chat questions, small tasks over a passage, and starts of documents, drawn
 from nano's corpus in WORK, none twice. Replies go to their end, and for acceptance also on behind
-it. Writes RESULT.json after each step, and RESULT.png; the table goes to stdout. The run ends
-within `--minutes`; another one keeps what acceptance RESULT.json has of enough tokens.
+it. Speed is told twice: of replies, the tokens after the first by the time after the first, with
+what the call of the loop costs once; and of the loop alone, which is what long replies come to.
+Writes RESULT.json after each step, and RESULT.png; the table goes to stdout. The run ends within
+`--minutes`; another one keeps what acceptance RESULT.json has of enough tokens.
 """
 
 import argparse
@@ -84,10 +86,22 @@ def measure_speed(
             name = f"{kind}, temperature {temperature:g}"
             result["speed"][name] = compare(replies, loops, prompts, temperature)
             for loop, figures in result["speed"][name].items():
-                print(f"{name}, drafts {loop}: {figures}", flush=True)
+                print(f"{name}, drafts {loop}: {speed_line(figures)}", flush=True)
             yield
             if time.monotonic() > end:
                 return
+
+
+def speed_line(figures: dict[str, Any]) -> str:
+    """Says a loop's two speeds: of replies, and without what a call costs."""
+    low, high = figures["times_plain_interval"]
+    return (
+        f"{figures['tokens_per_second']:.0f} tokens/s after the first token, "
+        f"{figures['times_plain']:.2f} ({low:.2f} to {high:.2f}) x plain; a call costs "
+        f"{figures['ms_per_call']:.2f} ms once, then a round {figures['ms_per_round']:.3f} ms for "
+        f"{figures['tokens_per_round']:.2f} tokens: the loop alone is "
+        f"{figures['loop_times_plain']:.2f} x plain"
+    )
 
 
 def measure_acceptance(
@@ -132,7 +146,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
                 rates = [figures["tokens_per_second"] for figures in found.values()]
                 places = [place + 0.2 * (i - 1.5) for place in range(len(rates))]
                 axis.bar(places, rates, 0.2, label=name)
-                axis.set(xlabel="drafts verified", ylabel="tokens per second, one row")
+                axis.set(xlabel="drafts verified", ylabel="tokens/s after the first, one row")
                 axis.set_xticks(range(len(rates)), list(found))
         axis.legend(fontsize=7)
     figure.suptitle(f"{result['device']}, whole replies, {result['drafts']} drafts")

@@ -24,6 +24,16 @@ def test_a_reply_is_rounds_and_what_a_call_costs():
     assert low < found["times_plain"] < high < 1.5
 
 
+def test_both_speeds_are_told():
+    timed = np.array([[12, 3, 7e-3], [8, 2, 5e-3], [20, 5, 11e-3]])
+    plain = np.array([[12, 12, 25e-3], [8, 8, 17e-3], [20, 20, 41e-3]])
+    figures = speed.summary(timed, timed, plain) | {"loop_times_plain": 4.0}
+    line = bench_spec.speed_line(figures)
+    assert line.startswith("1739 tokens/s after the first token, 3.61 (")
+    assert "a call costs 1.00 ms once, then a round 2.000 ms for 4.00 tokens" in line
+    assert line.endswith("the loop alone is 4.00 x plain")
+
+
 class Fake:
     """Replies of 12 or of 128 tokens: 2 ms a round, 1 ms a call; prompt 1 ends at once."""
 

@@ -12,7 +12,8 @@ from flax import nnx
 from helpers import TINY, tiny_params
 
 import inkling_jax as ij
-from inkling_jax import generation, reading
+from inkling_jax import generation, reading, speculative
+from inkling_jax.decoding import Report, Seen
 from inkling_jax.engine import Engine
 from inkling_jax.sampling import Sampling, keys_from_seeds
 
@@ -98,6 +99,24 @@ def test_logprobs_are_those_of_scoring(engine):
     ]
     np.testing.assert_allclose(score.logprobs, expected, atol=1e-5)
     assert score.perplexity == pytest.approx(np.exp(-score.sum / 15))
+
+
+@pytest.mark.parametrize("alternatives", [0, 3])
+def test_a_report_gives_back_what_was_seen(alternatives):
+    rng = np.random.default_rng(0)
+    tokens = generation.Tokens(
+        rng.integers(-1, 99, (2, 5), np.int32),
+        np.array([[-0.0, np.inf, np.nan, 1e-42, -3]] * 2, np.float32),
+        rng.integers(0, 99, (2, 5, alternatives), np.int32),
+        rng.standard_normal((2, 5, alternatives), np.float32),
+    )
+    rounds = speculative.Rounds(*rng.integers(-1, 7, (2, 2, 4), np.int32))
+    flags = np.array([True, False])
+    for seen in (Seen(tokens, flags, ~flags, None), Seen(tokens, flags, ~flags, rounds)):
+        found = jax.jit(Report.of)(jax.tree.map(jnp.asarray, seen)).fetch()
+        assert jax.tree.structure(found) == jax.tree.structure(seen)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(seen), strict=True):
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 @pytest.mark.parametrize("edge", [8, 32])

@@ -71,8 +71,8 @@ class Replies:
         done = np.asarray(decoding.base(state).done)
         parts = decoding.Parts.of(self.engine.params, speculator)
         start = time.perf_counter()
-        _, seen = decoding.advance(parts, self.engine.config, state, done, BLOCK_STEPS, 0)
-        seen = jax.device_get(seen)
+        _, report = decoding.advance(parts, self.engine.config, state, done, BLOCK_STEPS, 0)
+        seen = report.fetch()
         seconds = time.perf_counter() - start
         tokens = int((seen.tokens.ids >= 0).sum())
         return tokens, int((seen.rounds.proposed >= 0).sum()) if seen.rounds else tokens, seconds
