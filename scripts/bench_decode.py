@@ -113,7 +113,9 @@ def measure(case: Case, program: Program, params: nnx.State, context: int) -> di
     tokens = far_apart(case.tokens) % case.part.config.text.unpadded_vocab_size
     carry = (tokens, random_cache(case.part, max(case.contexts), context))
     times = [1e3 * t for t in step_seconds(program.run, carry, params, ROOM // MAX_BLOCK)]
-    by_kernel = ms_by_kernel(lambda: program.run(carry, params, jnp.int32(FEW)), FEW)
+    by_kernel = ms_by_kernel(
+        lambda trips: program.run(carry, params, jnp.int32(trips)), FEW, 2 * FEW
+    )
     of_step, of_layers = program.launches
     return {
         "part": case.part.name,

@@ -6,7 +6,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from scripts import bench_decode
-from scripts.decode_step.profile import summed
+from scripts.decode_step.profile import Total, of_a_trip, totals
 from scripts.decode_step.programs import launches
 
 PROGRAM = """HloModule step
@@ -50,10 +50,18 @@ planes { name: "/host:CPU" lines { name: "Stream" events { duration_ps: 90000000
 
 
 def test_time_is_added_up_by_kernel_on_the_streams_of_a_gpu():
-    assert summed(ProfileData.from_text_proto(PROFILE), 2) == {
-        "moe_experts_nvfp4": 3.0,
-        "loop_fusion": 0.5,
+    assert totals(ProfileData.from_text_proto(PROFILE)) == {
+        "moe_experts_nvfp4": Total(2, 6.0),
+        "loop_fusion": Total(1, 1.0),
     }
+
+
+def test_only_what_runs_in_the_loop_is_told():
+    few = {"copy": Total(9, 3.0), "project": Total(4, 4.0), "convert": Total(5, 5.0)}
+    many = {"copy": Total(9, 3.2), "project": Total(12, 16.0), "convert": Total(9, 7.0)}
+    many["late"] = Total(4, 16.0)
+    found = of_a_trip(few, many, 4)
+    assert list(found.items()) == [("late", 4.0), ("project", 3.0), ("convert", 0.5)]
 
 
 def test_kernels_beyond_the_longest_are_others():

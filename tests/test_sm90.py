@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from test_kernel_draft_attention import make_inputs
-from test_ops import CONFIG, bfloat16_params
+from test_ops import CONFIG, MAX_BLOCK, bfloat16_params
 
 from inkling_jax import kernel_choice, ops
 from inkling_jax.loading import packed_shapes
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.programs import compile_program, devices
 from pallas_kernels import allreduce_conv_mix, conv_mix, draft_attention
+from scripts.decode_step.parts import Part
+from scripts.decode_step.programs import Case, launches, step_loop
+from scripts.decode_step.programs import inputs as inputs_of_a_loop
 from scripts.kernel_cases import attention_prefill, moe_prefill
 from scripts.kernel_cases.conv_mix import OPTIONS, inputs
 from sharding.mesh import MeshConfig, make_mesh
@@ -88,6 +91,17 @@ def test_allreduce_conv_mix(axes, tokens, sm90):
     program = sm90.compile_h200(fn, carry | shared, mesh=mesh).as_text()
     assert program.count("mosaic_gpu_v2") == 1 and "uses_xla_collective_metadata = true" in program
     assert "all-reduce" not in program and "multimem" not in program
+
+
+@pytest.mark.parametrize("tokens", [1, MAX_BLOCK])
+def test_a_loop_of_a_model(tokens, sm90):
+    """A layer launches its eleven kernels and two of XLA's: z to bfloat16, the sum of experts."""
+    case = Case(Part("tiny", CONFIG, ("nvfp4", "mxfp8"), jnp.bfloat16), "kernels", tokens, (64,))
+    carry, params = inputs_of_a_loop(case)
+    trips = jax.ShapeDtypeStruct((), jnp.int32)
+    program = sm90.compile_h200(step_loop(case), carry, params, trips).as_text()
+    which_tokens_are_real = 1  # made once, in the first layer
+    assert launches(program)[1] == 13 * CONFIG.text.num_hidden_layers + which_tokens_are_real
 
 
 @pytest.mark.usefixtures("sm90")
