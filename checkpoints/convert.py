@@ -55,6 +55,7 @@ COPIED = (
     "README.md",
     "LICENSE",
 )
+DRAFTERS = ("drafter", "dspark")  # folders, copied as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def convert(
     Args:
       source: directory in the published layout.
       target: becomes a directory with the Orbax checkpoint `params`, `manifest.json` (digest and
-        origin of every array) and the source's configuration and text files.
+        origin of every array) and the source's configuration, text files and drafter.
       expected: shape and dtype of every parameter, as `make_plan` takes them.
       dry_run: checks everything that can be checked without reading the tensors, writes nothing.
       progress: shows a bar with rate and time left on stderr.
@@ -103,19 +104,18 @@ def convert(
         raise InputError(f"{source}: is a converted checkpoint already, load it as it is")
     index = read_index(source)
     plan = make_plan(index, expected, where=str(source))
-    identity = _identity(index, plan)
+    identity = _identity(source, index, plan)
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         if is_converted(target) and _identity_of(target / MANIFEST) == identity:
             return Conversion(len(plan.leaves), plan.nbytes, len(plan.leaves), plan.ignored)
         raise InputError(f"{target}: exists already, remove it or choose another name")
     partial = target.with_name(target.name + ".partial")
+    _check_space(source, partial, plan)
     if dry_run:
-        _check_space(partial, plan)
         return Conversion(len(plan.leaves), plan.nbytes, 0, plan.ignored)
     try:
         with _locked(partial):
             _claim(partial, identity)
-            _check_space(partial, plan)
             kept = _write_arrays(partial / PARAMS, plan, progress)
             _write_manifest(source, partial, plan, identity)
             partial.rename(target)
@@ -129,27 +129,41 @@ def convert(
     return Conversion(len(plan.leaves), plan.nbytes, kept, plan.ignored)
 
 
-def _identity(index: Mapping[str, TensorInfo], plan: Plan) -> str:
+def _identity(source: Path, index: Mapping[str, TensorInfo], plan: Plan) -> str:
     """Digest of all that a conversion depends on; times stand in for the tensors' contents."""
-    files = {info.file: info.file.stat() for info in index.values()}
     stated = (
-        sorted((f.name, stat.st_size, stat.st_mtime_ns) for f, stat in files.items()),
+        sorted((file.name, _stamp(file)) for file in {info.file for info in index.values()}),
         sorted((name, i.file.name, i.dtype, i.shape, i.start) for name, i in index.items()),
         sorted((array_name(leaf.path), leaf.shape, leaf.dtype.name) for leaf in plan.leaves),
+        [(str(file.relative_to(source)), _stamp(file)) for file in _copied(source)],
     )
     return hashlib.sha256(repr(stated).encode()).hexdigest()
+
+
+def _stamp(file: Path) -> tuple[int, int] | str:
+    if file.suffix == ".safetensors":
+        return file.stat().st_size, file.stat().st_mtime_ns
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _copied(source: Path) -> list[Path]:
+    """The files that a conversion copies as they are."""
+    drafters = (file for name in DRAFTERS for file in (source / name).rglob("*"))
+    texts = (source / name for name in COPIED)
+    return sorted(file for file in (*texts, *drafters) if file.is_file())
 
 
 def _identity_of(file: Path) -> str | None:
     return parse_json(file.read_bytes(), file).get("source")
 
 
-def _check_space(partial: Path, plan: Plan) -> None:
+def _check_space(source: Path, partial: Path, plan: Plan) -> None:
+    copied = sum(file.stat().st_size for file in _copied(source))
     present = sum(f.stat().st_size for f in partial.rglob("*") if f.is_file())
     parent = next(p for p in partial.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InputError(f"{parent}: is no directory that can be written, choose another target")
-    need = plan.nbytes + (len(plan.leaves) << 14) - present
+    need = plan.nbytes + copied + (len(plan.leaves) << 14) - present
     free = shutil.disk_usage(parent).free
     if need > free:
         raise InputError(
@@ -241,8 +255,9 @@ def _write_manifest(source: Path, partial: Path, plan: Plan, identity: str) -> N
             **described["attributes"],
         }
     write_tree(partial / PARAMS, [leaf.path for leaf in plan.leaves])
-    for name in COPIED:
-        if (source / name).is_file():
-            write_whole(partial / name, (source / name).read_bytes())
+    for file in _copied(source):
+        copy = partial / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     manifest = {"version": 1, "source": identity, "ignored": plan.ignored, "arrays": arrays}
     _write_json(partial / MANIFEST, manifest)

@@ -47,7 +47,10 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, description in COMMANDS.items():
         sub = commands.add_parser(
-            name, help=description, description=f"{description.capitalize()}.", allow_abbrev=False
+            name,
+            help=description,
+            description=f"{description[0].upper()}{description[1:]}.",
+            allow_abbrev=False,
         )
         _module(name).add_arguments(sub)
         sub.add_argument("--json", action="store_true", help="print the result as JSON, alone")

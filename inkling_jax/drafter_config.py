@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from inkling_jax.config import TextConfig
 from inkling_jax.config_fields import build, check_positive, read_json, require, section
+from inkling_jax.errors import InputError
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -90,7 +91,11 @@ class DrafterConfig:
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """Reads the `config.json` at `path`; raises InputError where it cannot be read."""
-        return cls.from_hf(read_json(path))
+        raw = read_json(path)
+        try:
+            return cls.from_hf(raw)
+        except InputError as e:
+            raise InputError(f"{path}: {e}; is this a DSpark drafter?") from e
 
     def check_target(self, target: TextConfig) -> None:
         """Raises InputError unless the drafter was made for such a target."""

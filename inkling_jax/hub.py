@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from checkpoints.convert import COPIED
+from checkpoints.convert import COPIED, DRAFTERS
 from checkpoints.safetensors_reader import INDEX, SINGLE, parse_json
 from inkling_jax.errors import InputError
 
@@ -43,7 +43,7 @@ def _fetch(repo: str, revision: str | None) -> Path:
     )
 
     try:
-        first = [*COPIED, INDEX]
+        first = [*COPIED, *(f"{folder}/*" for folder in DRAFTERS), INDEX]
         directory = Path(snapshot_download(repo, revision=revision, allow_patterns=first))
         shards = {SINGLE}
         if (directory / INDEX).exists():

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from checkpoints.convert import DRAFTERS
 from checkpoints.key_map import Table, make_plan
 from checkpoints.safetensors_reader import TensorInfo, read_index, read_tensor
 from checkpoints.transforms import heads_first, heads_last, same
@@ -20,7 +21,6 @@ from inkling_jax.drafter import abstract_drafter
 from inkling_jax.drafter_config import DrafterConfig
 from inkling_jax.errors import InputError
 
-SUBFOLDERS = ("drafter", "dspark")
 _LAYER = "layers.{i}"
 
 # Parameter -> published name and shape transform, as `checkpoints.key_map.PUBLISHED`.
@@ -71,7 +71,10 @@ def load_drafter(
       InputError: the drafter is for another target, or its tensors are not those of its config.
     """
     config = DrafterConfig.from_file(directory / "config.json")
-    config.check_target(target)
+    try:
+        config.check_target(target)
+    except InputError as e:
+        raise InputError(f"{directory}: {e}") from e
     index = read_index(directory)
     config = dataclasses.replace(
         config, own_embedding="embed_tokens.weight" in index, own_head="lm_head.weight" in index
@@ -92,7 +95,7 @@ def load_drafter(
 
 def find_drafter(directory: Path) -> Path | None:
     """Returns the subfolder of a checkpoint that holds its drafter, if there is one."""
-    places = (directory / name for name in SUBFOLDERS)
+    places = (directory / name for name in DRAFTERS)
     return next((place for place in places if (place / "config.json").exists()), None)
 
 

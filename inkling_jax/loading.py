@@ -32,6 +32,7 @@ from inkling_jax.errors import InputError
 from inkling_jax.hub import resolve
 from inkling_jax.model import abstract_params, param_specs
 from inkling_jax.quant import QuantTensor, Weights
+from inkling_jax.settings import read_settings
 from pallas_kernels.moe_experts import PackedExperts
 from sharding.mesh import (
     MeshConfig,
@@ -73,6 +74,7 @@ def convert(
         with mesh_mistakes():
             wanted = abstract_mesh(MeshConfig.parse(mesh))
             param_specs(checkpoint_params(directory, config), wanted)
+    read_settings(directory, config)  # refused here rather than when the result is loaded
     return convert_directory(directory, Path(target), expected(config), dry_run, progress)
 
 

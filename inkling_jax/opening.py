@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from checkpoints.safetensors_reader import parse_json
 from inkling_jax.config import Config
 from inkling_jax.drafting import open_speculator, with_costs
 from inkling_jax.engine import Engine, on
@@ -18,8 +17,7 @@ from inkling_jax.errors import InputError
 from inkling_jax.hub import resolve
 from inkling_jax.loading import load_params, mesh_mistakes, pack_for_kernels
 from inkling_jax.model import param_shardings
-from inkling_jax.sampling_params import SamplingParams
-from inkling_jax.text import Tokenizer
+from inkling_jax.settings import read_settings
 from sharding.hosts import agree_on, join_hosts, together
 from sharding.mesh import MeshConfig, make_mesh
 
@@ -84,25 +82,15 @@ def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | N
     config = Config.from_file(directory / "config.json")
     if context is not None:
         config.text.check_context(context)
-    file = directory / "generation_config.json"
-    found = parse_json(file.read_bytes(), file) if file.exists() else {}
-    stop = found.get("eos_token_id", config.text.eos_token_id)
-    stop_ids = tuple(stop or ()) if isinstance(stop, list | tuple | None) else (stop,)
-    if not all(type(i) is int and i >= 0 for i in stop_ids):
-        raise InputError(f"{file}: eos_token_id is {stop!r}, it must be an id or a list of ids")
-    stop_ids = tuple(i for i in stop_ids if i < config.text.unpadded_vocab_size)
-    try:
-        defaults = SamplingParams.from_generation_config(found)
-    except InputError as e:
-        raise InputError(f"{file}: {e}") from e
-    tokenizer = None
-    if (directory / "tokenizer.json").exists():
-        tokenizer = Tokenizer.load(directory, config.image_token_id)
+    settings = read_settings(directory, config)
     dtype = _activations_dtype(dtype)
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)
     shardings = mesh and functools.partial(param_shardings, mesh=mesh)
     params = load_params(directory, config, dtype, shardings)
-    return Engine(params, config, tokenizer, defaults, stop_ids, context, speculator, mesh)
+    return Engine(
+        params, config, settings.tokenizer, settings.defaults, settings.stop_ids, context,
+        speculator, mesh,
+    )  # fmt: skip
 
 
 def _prepared(engine: Engine) -> Engine:

@@ -76,7 +76,11 @@ class Tokenizer:
         source = _read_text(directory / "chat_template.jinja")
         source = source or variables.pop("chat_template", None)
         tokens = {key: _token_text(value) for key, value in variables.items() if "_token" in key}
-        return cls(definition, source if isinstance(source, str) else None, tokens, image_token_id)
+        template = source if isinstance(source, str) else None
+        try:
+            return cls(definition, template, tokens, image_token_id)
+        except InputError as error:
+            raise InputError(f"{directory}: {error}") from error
 
     @property
     def has_template(self) -> bool:

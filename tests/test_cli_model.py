@@ -199,6 +199,18 @@ def test_chat_answers_every_line(inkling, monkeypatch, capsys):
     assert capsys.readouterr().out == first["text"] + "\n"
 
 
+def test_pictures_wait_for_a_message_that_is_answered(inkling, monkeypatch, capsys):
+    command = ["chat", "--model", "model", "--image", "picture.png", "--context", "128", *GREEDY]
+    answers = []
+    for lines in ("Hi\n", f"{'too long ' * 99}\nHi\n"):
+        typed = io.StringIO(lines)
+        typed.isatty = lambda: True
+        monkeypatch.setattr("sys.stdin", typed)
+        assert cli.main([*command, "--json"]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert answers[0] == answers[1]
+
+
 def test_a_converted_model_answers_the_same(inkling, folder):
     planned = inkling("convert", "model", "converted", "--dry-run")
     assert not (folder / "converted").exists()
@@ -272,6 +284,7 @@ GENERATE = ("generate", "--model", "model", "--max-tokens", "4")
         ((*GENERATE, "--prompt", "Hi", "--raw", "--effort", "0.5"), "effort"),
         (("generate", "--model", "bare", "--tokens", "tokens.json", "--stop", "x"), "stop"),
         (("chat", "--model", "bare"), "bare"),
+        (("chat", "--model", "model", "--image", "absent.png"), "absent.png"),
         (("score", "--model", "bare", "--tokens", "outside.json"), "311"),
         (("score", "--model", "bare", "--tokens", "tokens.json", "--logits", "no/out.npy"), "no"),
         (("score", "--model", "bare", "--tokens", "tokens.json", "--logits", "bare"), "no file"),

@@ -75,3 +75,10 @@ def test_spellings_of_the_image_tower():
 def test_values_that_are_refused_by_name(text, vision, top, named):
     with pytest.raises(InputError, match=named):
         read(text, vision, **top)
+
+
+@pytest.mark.parametrize("name", ["text_config", "vision_config"])
+def test_a_missing_section_is_named(name):
+    raw = {"model_type": "inkling2", "text_config": {}, "vision_config": {}}
+    with pytest.raises(InputError, match=f"config: {name} is missing"):
+        Config.from_hf({key: value for key, value in raw.items() if key != name})

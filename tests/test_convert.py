@@ -34,6 +34,8 @@ def source(tmp_path_factory):
     write_published(directory, published(TINY), config_json(TINY), shard_bytes=64 << 10)
     for name in TEXTS:
         (directory / name).write_text(f"the {name}\n")
+    (directory / "drafter").mkdir()
+    (directory / "drafter/model.safetensors").write_bytes(b"weights of a drafter")
     (directory / "optimizer.bin").write_bytes(b"not ours")
     return directory
 
@@ -71,7 +73,7 @@ def sharded_specs(source, count):
 
 def test_the_directory_is_complete(source, converted):
     names = {file.name for file in converted.iterdir()}
-    assert names == {"config.json", *TEXTS, "manifest.json", "params"}
+    assert names == {"config.json", *TEXTS, "drafter", "manifest.json", "params"}
     assert is_converted(converted) and not is_converted(source)
     assert (converted / "tokenizer.json").read_text() == "the tokenizer.json\n"
     manifest = json.loads((converted / "manifest.json").read_text())
@@ -181,6 +183,15 @@ def test_converting_again_changes_nothing(source, converted):  # LD-06
         convert(converted, converted.with_name("twice"), expected(TINY), progress=False)
 
 
+@pytest.mark.parametrize("changed", ["tokenizer.json", "config.json", "drafter/model.safetensors"])
+def test_another_version_of_a_copied_file_is_another_source(source, converted, tmp_path, changed):
+    shutil.copytree(source, tmp_path / "source")  # times are kept
+    file = tmp_path / "source" / changed
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(InputError, match="exists already"):
+        convert(tmp_path / "source", converted, expected(TINY), progress=False)
+
+
 def test_what_stands_in_the_way_stays(source, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/work.txt").write_text("precious")
@@ -242,7 +253,8 @@ def test_too_little_room_is_seen_before(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(checkpoints.convert.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InputError, match=r"the conversion needs .* MB, only 1\.0 kB are free"):
-        convert(source, tmp_path / "m", expected(TINY), dry_run=True, progress=False)
+        convert(source, tmp_path / "m", expected(TINY), progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_fault_in_the_tensors_ends_it_unfinished(tmp_path):  # QZ-01
@@ -267,10 +279,11 @@ def start(source, target):
     """Starts a conversion in a process of its own."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from inkling_jax.loading import convert\n"
-        "convert(Path(sys.argv[1]), Path(sys.argv[2]))"
+        "from checkpoints.convert import convert; from helpers_checkpoints import TINY, expected\n"
+        "convert(Path(sys.argv[1]), Path(sys.argv[2]), expected(TINY))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"}
     return subprocess.Popen(
         [sys.executable, "-c", code, str(source), str(target)],
         env=environment,

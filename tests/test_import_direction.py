@@ -44,7 +44,7 @@ ROWS = (
     {"decoding"},
     {"outputs"},
     {"reading"},
-    {"hub"},
+    {"hub", "settings"},
     {"loading"},
     {"load_drafter", "inspection"},
     {"planning"},

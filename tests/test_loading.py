@@ -28,12 +28,14 @@ from inkling_jax.inspection import inspect
 from inkling_jax.loading import checkpoint_params, convert, load_params
 from inkling_jax.quant import QuantTensor, dequantize
 
+FIXTURES = Path(__file__).parent / "fixtures"
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     directory = tmp_path_factory.mktemp("published")
     write_published(directory, published(TINY), config_json(TINY), shard_bytes=64 << 10)
-    (directory / "tokenizer.json").write_text("{}")
+    shutil.copy(FIXTURES / "chat/tokenizer.json", directory)
     return directory
 
 
@@ -42,6 +44,26 @@ def converted(source, tmp_path_factory):
     target = tmp_path_factory.mktemp("out") / "model"
     convert(source, target, progress=False)
     return target
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "{}", r"source: tokenizer\.json cannot be used"),
+        (
+            "generation_config.json",
+            '{"do_sample": true, "top_k": "x"}',
+            "config.json: top_k is 'x'",
+        ),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_converted(source, tmp_path, name, text, message):
+    shutil.copytree(source, tmp_path / "source")
+    (tmp_path / "source" / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        convert(tmp_path / "source", tmp_path / "target", progress=False)
+    assert not (tmp_path / "target").exists()
 
 
 def by_path(params):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import inkling_jax as ij
 from inkling_jax.commands import inputs
 from inkling_jax.commands.generate import as_json, show
+from inkling_jax.images import decode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,19 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Answers each line of stdin, with `--json` by one JSON object a line."""
     sampling = inputs.sampling_params(args)
+    pictures = [decode(path) for path in args.image]
     model = inputs.load_model(args)
     if model.tokenizer is None or not model.tokenizer.has_template:
         raise ij.InputError(
             f"{args.model}: has no tokenizer with a chat template, use generate --tokens"
         )
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    picture_parts = [{"type": "image"} for _ in args.image]
+    picture_parts = [{"type": "image"} for _ in pictures]
     terminal = sys.stdin.isatty()
     for line in _lines(prompt="> " if terminal and not args.json else ""):
         content = [*picture_parts, {"type": "text", "text": line}] if picture_parts else line
-        picture_parts = []
         messages.append({"role": "user", "content": content})
-        stream = model.stream(messages, sampling, images=args.image, effort=args.effort)
+        stream = model.stream(messages, sampling, images=pictures, effort=args.effort)
         try:
             text = _answer(stream, args.json)
         except ij.InputError as e:
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": text})
+        picture_parts = []
 
 
 def _answer(stream: "Iterable[ij.StreamPiece]", as_object: bool) -> str | None:

@@ -70,10 +70,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, metavar="N", help="default: 256, if they fit")
     group.add_argument("--temp", type=float, metavar="T", help="temperature, 0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest that make up P")
+    group.add_argument("--min-p", type=float, metavar="P", help="of the likeliest's probability")
+    group.add_argument("--seed", type=int, metavar="N", help="the same text again")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable"
     )
