@@ -109,7 +109,7 @@ class DraftAttention(nnx.Module):
         position = start[:, None] + jnp.arange(z.shape[1])
         norms = self.q_norm.weight[...], self.k_norm.weight[...]
         cos, sin = turns(position, q.shape[-1], self.theta)
-        attended = ops.attend_draft(q, k, v, *norms, cos, sin, kv, start, layer, self.eps)
+        attended = ops.attend_draft(q, k, v, *norms, cos, sin, kv, start, layer=layer, eps=self.eps)
         rows = attended.reshape(*z.shape[:2], -1)
         [out] = ops.project([(rows, self.wo[...].reshape(-1, rows.shape[2]))])
         return out

@@ -83,7 +83,7 @@ def test_kernels_attend_as_the_plain_layer_does(monkeypatch):
     args = (params, config, target, context, jnp.array([5, 9], jnp.int32), LENGTHS)
     plain, _ = draft(*args)
     monkeypatch.setattr(ops, "takes_draft", lambda *_: True)
-    for name, kernel in {"_project": project, "_draft_attention": draft_attention}.items():
+    for name, kernel in {"_project": project, "attend_draft": draft_attention}.items():
         monkeypatch.setattr(ops, name, functools.partial(kernel, interpret=True))
     np.testing.assert_allclose(draft(*args)[0], plain, atol=1e-5)
     monkeypatch.setattr(ops, "attend_draft", None)
