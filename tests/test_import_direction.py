@@ -37,6 +37,7 @@ ROWS = (
     {"short_conv"},
     {"residual"},
     {"attention", "moe", "vision", "draft_layers"},
+    {"decoder_layer"},
     {"model", "drafter"},
     {"generation"},
     {"proposing"},
