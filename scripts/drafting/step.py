@@ -137,5 +137,5 @@ def anchors_of(batch: data.Batch) -> int:
 
 def export(folder: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
     """Writes the drafter in DeepSpec's layout, bfloat16."""
-    tensors = published(config, unflatten(config, params, jnp.dtype(jnp.bfloat16)))
+    tensors = published(unflatten(config, params, jnp.dtype(jnp.bfloat16)))
     write_published(folder, tensors.items(), config_json(config))
