@@ -43,8 +43,8 @@ OPERATIONS = (
 REDUCES = False  # whether devices add up within conv_mix
 MAX_QUERIES = 8  # longer calls are prefill
 
-# Kernels, jitted here: tracing and lowering one takes a second, once for layers of the same shapes.
-# `pallas_kernels` says what they take.
+# Kernels, which `pallas_kernels` documents, jitted: tracing and lowering them is slow, and so done
+# once for layers of the same shapes.
 _moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
 route = jax.jit(router.route, static_argnames=("k", "scale"))
 _project = jax.jit(projections.project)
