@@ -10,20 +10,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers_checkpoints import TINY, config_json, published
+from helpers_checkpoints import write_shards
 
 from checkpoints.safetensors_reader import INDEX
-from checkpoints.safetensors_writer import write_published
 from inkling_jax.errors import InputError
 from inkling_jax.hub import resolve
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("published")
-    write_published(directory, published(TINY), config_json(TINY), shard_bytes=64 << 10)
-    (directory / "tokenizer.json").write_text("{}")
-    return directory
+    return write_shards(tmp_path_factory.mktemp("published"))
 
 
 def test_names_of_models(tmp_path):

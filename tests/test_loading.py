@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers_checkpoints import TINY, config_json, published, tensors
+from helpers_checkpoints import TINY, tensors, write_shards
 
 import inkling_jax as ij
-from checkpoints.safetensors_writer import write_published
 from inkling_jax import loading
 from inkling_jax.errors import InputError
 from inkling_jax.inspection import inspect
@@ -22,10 +21,7 @@ from inkling_jax.quant import QuantTensor, dequantize
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("published")
-    write_published(directory, published(TINY), config_json(TINY), shard_bytes=64 << 10)
-    (directory / "tokenizer.json").write_text("{}")
-    return directory
+    return write_shards(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
