@@ -124,6 +124,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
 

@@ -2,9 +2,9 @@
 
 An array is uncompressed zarr v3 in a directory of its own, as Orbax lays them out without OCDBT: a
 chunk's file holds rows of the array as they lie in memory. They are written as plain files, which
-copies less than tensorstore does. Digests are XXH3: they find damage, and cost a tenth of SHA-256,
-which took as long as reading and writing. An interrupted conversion keeps the arrays that are
-finished: those whose `zarr.json`, written last, is there and whose bytes have the digest in it.
+copies less than tensorstore does. Digests are XXH3: they find damage and, unlike SHA-256, cost
+little beside reading and writing. An interrupted conversion keeps the arrays that are finished:
+those whose `zarr.json`, written last, is there and whose bytes have the digest in it.
 """
 
 import json

@@ -68,6 +68,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:

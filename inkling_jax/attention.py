@@ -113,7 +113,7 @@ class Attention(nnx.Module):
         written = LayerCache(ready.k_cache, ready.v_cache, conv, cache.sliding)
         gated = ops.attend(
             ready.q, ready.r, written.k, written.v, self.rel_proj[...], sink, gate, start, count,
-            self.shape.window,
+            window=self.shape.window,
         )  # fmt: skip
         rows = gated.reshape(*gated.shape[:2], -1)
         [out] = ops.project([(rows, self.wo[...].reshape(-1, rows.shape[2]))])

@@ -27,6 +27,7 @@ class AttentionShape:
 
     @property
     def sliding(self) -> bool:
+        """Whether a query sees a window only."""
         return self.window is not None
 
 
@@ -125,6 +126,7 @@ class VisionConfig:
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head."""
         return self.hidden_size // self.num_attention_heads
 
     @property

@@ -37,10 +37,10 @@ def init_context(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeL
     return Context(jnp.zeros((batch, capacity, *of_token), dtype))
 
 
-def turns(
+def rotary(
     position: Int[Array, "B T"], dim: int, theta: float
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """Returns cosine and sine of what rotary embedding turns each pair of `dim` values by."""
+    """Returns cosine and sine of the angle by which each pair of `dim` values is rotated."""
     half = dim // 2
     inv_freq = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = position.astype(jnp.float32)[..., None] * inv_freq
@@ -52,7 +52,7 @@ def rotate(
 ) -> Float[Array, "B T *n d"]:
     """Rotary embedding of half-split pairs (x[i], x[i + d/2]), in float32."""
     some = range(2, x.ndim - 1)
-    cos, sin = (jnp.expand_dims(t, some) for t in turns(position, x.shape[-1], theta))
+    cos, sin = (jnp.expand_dims(t, some) for t in rotary(position, x.shape[-1], theta))
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
 
@@ -108,8 +108,8 @@ class DraftAttention(nnx.Module):
         q, k, v = ops.project([(z, w[...]) for w in (self.wq, self.wk, self.wv)])
         position = start[:, None] + jnp.arange(z.shape[1])
         norms = self.q_norm.weight[...], self.k_norm.weight[...]
-        cos, sin = turns(position, q.shape[-1], self.theta)
-        attended = ops.attend_draft(q, k, v, *norms, cos, sin, kv, start, layer, self.eps)
+        cos, sin = rotary(position, q.shape[-1], self.theta)
+        attended = ops.attend_draft(q, k, v, *norms, cos, sin, kv, start, layer=layer, eps=self.eps)
         rows = attended.reshape(*z.shape[:2], -1)
         [out] = ops.project([(rows, self.wo[...].reshape(-1, rows.shape[2]))])
         return out

@@ -7,6 +7,7 @@ token and draws the next one. Rows that have ended stay in the batch and read no
 
 import dataclasses
 import functools
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,16 @@ class Tokens:
     top_ids: Int[Array, "B n k"]
     top_logprobs: Float[Array, "B n k"]
 
+    @classmethod
+    def none(cls, rows: int, n: int, k: int) -> Self:
+        """Returns room for n tokens a row with k alternatives each, none of them there yet."""
+        return cls(
+            jnp.full((rows, n), NO_TOKEN, jnp.int32),
+            jnp.zeros((rows, n), jnp.float32),
+            jnp.zeros((rows, n, k), jnp.int32),
+            jnp.zeros((rows, n, k), jnp.float32),
+        )
+
 
 def prefill(
     params: nnx.State,
@@ -90,9 +101,13 @@ def prefill(
     Arguments are those of `forward`; the logits of a row of length 0 mean nothing.
     """
     out = forward(params, config, tokens, lengths, cache, features, image_index)
+    return unembed(params, config, last_token(out.hidden, lengths)), out.cache
+
+
+def last_token(x: Float[Array, "B T D"], lengths: Int[Array, " B"]) -> Float[Array, "B D"]:
+    """Returns what each row has at its last real token, at its first where there is none."""
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(out.hidden, last, axis=1)[:, 0]
-    return unembed(params, config, hidden), out.cache
+    return jnp.take_along_axis(x, last, axis=1)[:, 0]
 
 
 def decode(
@@ -163,13 +178,7 @@ def decode_block(
 
     The body has a fixed shape and no branches, so that a GPU replays it as one graph.
     """
-    rows = state.token.shape[0]
-    empty = Tokens(
-        jnp.full((rows, steps), NO_TOKEN, jnp.int32),
-        jnp.zeros((rows, steps), jnp.float32),
-        jnp.zeros((rows, steps, alternatives), jnp.int32),
-        jnp.zeros((rows, steps, alternatives), jnp.float32),
-    )
+    empty = Tokens.none(state.token.shape[0], steps, alternatives)
 
     def running(carry):
         i, state, _ = carry
@@ -215,18 +224,31 @@ def generate(
       are, `finite` whether all logits were finite.
     """
     rows, width = tokens.shape
-    if stop_ids is None:
-        stop_ids = jnp.tile(jnp.array(config.text.eos_token_id, jnp.int32), (rows, 1))
-    if budget is None:
-        budget = jnp.full(rows, max_new, jnp.int32)
+    requests = make_requests(config, sampling, keys, max_new, stop_ids, budget)
     dtype: DTypeLike = params["embed"]["weight"].dtype  # pyright: ignore[reportAssignmentType]
     cache = init_cache(config.text, rows, width + max_new, 1, dtype)
     logits, cache = prefill(params, config, tokens, lengths, cache, features, image_index)
-    requests = Requests(sampling, keys, stop_ids, jnp.minimum(budget, max_new))
     state, first = begin(logits, cache, requests, alternatives)
     state, rest = decode_block(params, config, state, max_new - 1, alternatives)
     joined = jax.tree.map(lambda a, b: jnp.concatenate((a, b), axis=1), first, rest)
     return joined, state
+
+
+def make_requests(
+    config: Config,
+    sampling: Sampling,
+    keys: Key[Array, " B"],
+    max_new: int,
+    stop_ids: Int[Array, "B m"] | None,
+    budget: Int[Array, " B"] | None,
+) -> Requests:
+    """Returns what `generate` is asked for, with its defaults filled in."""
+    rows = keys.shape[0]
+    if stop_ids is None:
+        stop_ids = jnp.tile(jnp.array(config.text.eos_token_id, jnp.int32), (rows, 1))
+    if budget is None:
+        budget = jnp.full(rows, max_new, jnp.int32)
+    return Requests(sampling, keys, stop_ids, jnp.minimum(budget, max_new))
 
 
 def _draw(state: GenerateState, logits, alternatives) -> tuple[GenerateState, Tokens]:

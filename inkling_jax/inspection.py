@@ -56,10 +56,12 @@ class Inspection:
 
     @property
     def parameters(self) -> int:
+        """Parameters in all formats."""
         return sum(share.parameters for share in self.formats.values())
 
     @property
     def nbytes(self) -> int:
+        """Bytes in all formats, scales included."""
         return sum(share.nbytes for share in self.formats.values())
 
 

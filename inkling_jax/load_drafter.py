@@ -99,7 +99,7 @@ def find_drafter(directory: Path) -> Path | None:
     return next((place for place in places if (place / "config.json").exists()), None)
 
 
-def published(config: DrafterConfig, params: nnx.State) -> dict[str, np.ndarray]:
+def published(params: nnx.State) -> dict[str, np.ndarray]:
     """Returns a drafter's tensors under their published names and in their published shapes."""
     tensors, flat = {}, cast(Any, nnx.to_flat_state(params))
     for path, variable in flat:

@@ -61,7 +61,7 @@ class Moe(nnx.Module):
         router = (self.gate[...], self.bias[...])
         n, k, scale = config.n_routed_experts, config.num_experts_per_tok, config.route_scale
         if z.shape == every.shape and ops.takes_router(flat, w13, w2, k):
-            picks, weights, plan = ops.route(z.reshape(flat.shape), *router, real, k, scale)
+            picks, weights, plan = ops.route(z.reshape(flat.shape), *router, real, k=k, scale=scale)
             if w13.shape[0] == n:  # else it lists other devices' experts too
                 experts = functools.partial(experts, plan=plan)
         else:

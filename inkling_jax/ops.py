@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from inkling_jax import kernel_choice
 from inkling_jax.cache import LayerCache
@@ -30,34 +30,37 @@ from pallas_kernels import (
 from pallas_kernels.conv_mix import ConvMix
 from pallas_kernels.moe_experts import PackedExperts, Plan
 
+EXPERTS, ATTENTION, ROUTER = "moe_experts", "rel_attention_decode", "router"
+SAMPLING, DRAFT, IMAGE = "sampling", "draft_attention", "image_attention"
+MIX, REDUCE_MIX = "conv_mix", "allreduce_conv_mix"
+MIX_LONG, PREPARE_LONG, PREFILL = "conv_mix_long", "qkv_prep_long", "rel_attention_prefill"
 OPERATIONS = (
-    *("moe_experts", "rel_attention_decode", "router", "sampling", "conv_mix"),
-    *("allreduce_conv_mix", "draft_attention"),
-    *("conv_mix_long", "qkv_prep_long", "rel_attention_prefill", "image_attention"),
+    *(EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT),
+    *(MIX_LONG, PREPARE_LONG, PREFILL, IMAGE),
 )
-EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT = OPERATIONS[:7]
-MIX_LONG, PREPARE_LONG, PREFILL, IMAGE = OPERATIONS[7:]
 # Faster than NCCL's sum and conv_mix up to 8 rows (scripts/results/sharded_h200.json), but no whole
 # model's text has been compared with it on GPUs.
 REDUCES = False  # whether devices add up within conv_mix
 MAX_QUERIES = 8  # longer calls are prefill
 
-# Kernels are traced and lowered, which takes a second each, once for layers of the same shapes.
+# Kernels, which `pallas_kernels` documents, jitted: tracing and lowering them is slow, and so done
+# once for layers of the same shapes.
 _moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
-_route = jax.jit(router.route, static_argnames=("k", "scale"))
+route = jax.jit(router.route, static_argnames=("k", "scale"))
 _project = jax.jit(projections.project)
 _OF_QKV = ("qk_threshold", "rel_threshold", "eps", "log_scaling")
 prepare = jax.jit(qkv_prep.qkv_prep, static_argnames=_OF_QKV)
 prepare_long = jax.jit(qkv_prep.qkv_prep_long, static_argnames=(*_OF_QKV, "dtype"))
-_rel_attention_decode = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
+attend = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
 attend_prefill = jax.jit(rel_attention_prefill.rel_attention_prefill, static_argnames="window")
-_draft_attention = jax.jit(draft_attention.draft_attention, static_argnames=("layer", "eps"))
+attend_draft = jax.jit(draft_attention.draft_attention, static_argnames=("layer", "eps"))
 _OF_MIX = ("dtype", "eps", "norm_eps")
 _conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=_OF_MIX)
 _allreduce_conv_mix = jax.jit(
     allreduce_conv_mix_kernel.allreduce_conv_mix, static_argnames=("axes", *_OF_MIX)
 )
 conv_mix_long = jax.jit(conv_mix_kernel.conv_mix_long, static_argnames=_OF_MIX)
+prefix_end = sampling.prefix_end
 
 
 def packs_experts(hidden: int, width: int, dtype: DTypeLike) -> bool:
@@ -118,18 +121,6 @@ def takes_router(z: Float[Array, "N D"], w13: Weights, w2: Weights, k: int) -> b
     if not takes_experts(z, w13, w2):
         refusal = refusal or "the experts take no plan"
     return choose(ROUTER, refusal)
-
-
-def route(
-    z: Float[Array, "N D"],
-    gate: Float[Array, "n D"],
-    bias: Float[Array, " n"],
-    real: Bool[Array, " N"],
-    k: int,
-    scale: float,
-) -> tuple[Int[Array, "N k"], Float[Array, "N k"], Plan]:
-    """`moe.route` of the real tokens by the kernel, and the plan; others pick n of weight 0."""
-    return _route(z, gate, bias, real, k=k, scale=scale)
 
 
 def takes_attention(
@@ -193,22 +184,6 @@ def project(
     ]
 
 
-def attend(
-    q: Float[Array, "B T H d"],
-    r: Float[Array, "B T H R"],
-    k: Float[Array, "B S K d"],
-    v: Float[Array, "B S K d"],
-    proj: Float[Array, "R E"],
-    sink: Float[Array, "B T H"],
-    gate: Float[Array, "B T H d"],
-    start: Int[Array, " B"],
-    count: Int[Array, " B"],
-    window: int | None,
-) -> Float[Array, "B T H d"]:
-    """Gated attention to the cache by the kernel, in q's dtype; `gate` before its sigmoid."""
-    return _rel_attention_decode(q, r, k, v, proj, sink, gate, start, count, window=window)
-
-
 def takes_prefill(
     q: Float[Array, "B T H d"],
     cache: Float[Array, "B S K d"],
@@ -242,33 +217,9 @@ def takes_draft(z: Float[Array, "B T D"], context: Float[Array, "B S L 2 K d"], 
     return choose(DRAFT, refusal)
 
 
-def attend_draft(
-    q: Float[Array, "B T H d"],
-    k: Float[Array, "B T K d"],
-    v: Float[Array, "B T K d"],
-    q_norm: Float[Array, " d"],
-    k_norm: Float[Array, " d"],
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
-    context: Float[Array, "B S L 2 K d"],
-    start: Int[Array, " B"],
-    layer: int,
-    eps: float,
-) -> Float[Array, "B T H d"]:
-    """Attention of a block to its context and to itself by the kernel, in the context's dtype."""
-    return _draft_attention(q, k, v, q_norm, k_norm, cos, sin, context, start, layer=layer, eps=eps)
-
-
 def takes_sampling(vocabulary: int) -> bool:
     """Tells whether the kernel finds where the filters end a row of so many logits."""
     return choose(SAMPLING, sampling.unsupported(vocabulary))
-
-
-def prefix_end(
-    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
-) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
-    """Value and id of the last token that top-k and top-p keep, by the kernel."""
-    return sampling.prefix_end(logits, top_k, top_p)
 
 
 def takes_mix(

@@ -75,6 +75,7 @@ class Score:
 
     @property
     def sum(self) -> float:
+        """Natural log probability of the whole prompt, its first token given."""
         return float(self.logprobs.sum(dtype=np.float64))
 
     @property

@@ -37,6 +37,7 @@ class QuantTensor:
 
     @property
     def format(self) -> Format:
+        """Which of the two packings this is; NVFP4 alone has an outer scale."""
         return "mxfp8" if self.outer is None else "nvfp4"
 
     @property

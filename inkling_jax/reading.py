@@ -56,7 +56,7 @@ def _score(
         params, config, tokens, targets, lengths, cache, features, image_index,
         alternatives=alternatives,
     )  # fmt: skip
-    last = jnp.take_along_axis(every, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    last = generation.last_token(every, lengths)
     logits = by_row(jnp.where(lengths[:, None] > 0, last, logits))
     return everywhere(every), logits, everywhere(scored), cache
 

@@ -66,6 +66,7 @@ class ReplySplitter:
 
     @property
     def reply(self) -> Reply:
+        """What the pieces so far join to, and the tool calls that are complete."""
         joined = {
             kind: "".join(piece.text for piece in self._pieces if piece.kind == kind)
             for kind in ("thinking", "text")

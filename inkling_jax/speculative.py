@@ -19,7 +19,14 @@ from inkling_jax.cache import Cache, init_cache, rollback
 from inkling_jax.config import Config
 from inkling_jax.draft_layers import Context, init_context
 from inkling_jax.drafter import extend
-from inkling_jax.generation import NO_TOKEN, GenerateState, Requests, Tokens
+from inkling_jax.generation import (
+    NO_TOKEN,
+    GenerateState,
+    Requests,
+    Tokens,
+    last_token,
+    make_requests,
+)
 from inkling_jax.model import forward, unembed
 from inkling_jax.proposing import Speculator, draw_chance, propose
 from inkling_jax.sampling import (
@@ -77,9 +84,7 @@ def prefill(
     taps = drafter.target_layer_ids
     out = forward(params, config, tokens, lengths, cache, features, image_index, taps=taps)
     context = extend(speculator.params, drafter, context, out.taps, cache.length, lengths)
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(out.hidden, last, axis=1)[:, 0]
-    return unembed(params, config, hidden), out.cache, context
+    return unembed(params, config, last_token(out.hidden, lengths)), out.cache, context
 
 
 def begin(
@@ -152,12 +157,7 @@ def decode_block(
     """
     rows = state.spent.shape[0]
     columns = columns or rounds * (speculator.drafts + 1)
-    tokens = Tokens(
-        jnp.full((rows, columns), NO_TOKEN, jnp.int32),
-        jnp.zeros((rows, columns), jnp.float32),
-        jnp.zeros((rows, columns, alternatives), jnp.int32),
-        jnp.zeros((rows, columns, alternatives), jnp.float32),
-    )
+    tokens = Tokens.none(rows, columns, alternatives)
     nothing = jnp.full((rows, rounds), -1, jnp.int32)
     first = state.base.count
 
@@ -201,10 +201,8 @@ def generate(
     `pooled` rows, see `Requests`, share what `speculator.cost` lets them verify.
     """
     rows, width = tokens.shape
-    if stop_ids is None:
-        stop_ids = jnp.tile(jnp.array(config.text.eos_token_id, jnp.int32), (rows, 1))
-    if budget is None:
-        budget = jnp.full(rows, max_new, jnp.int32)
+    requests = make_requests(config, sampling, keys, max_new, stop_ids, budget)
+    requests = dataclasses.replace(requests, pooled=pooled)
     dtype: DTypeLike = params["embed"]["weight"].dtype  # pyright: ignore[reportAssignmentType]
     capacity = width + max_new + speculator.drafts
     cache = init_cache(config.text, rows, capacity, speculator.drafts + 1, dtype)
@@ -212,7 +210,6 @@ def generate(
     logits, cache, context = prefill(
         params, config, speculator, tokens, lengths, cache, context, features, image_index
     )
-    requests = Requests(sampling, keys, stop_ids, jnp.minimum(budget, max_new), pooled)
     state, first = begin(logits, cache, context, requests, alternatives)
     state, rest, rounds = decode_block(
         params, config, speculator, state, max_new - 1, max_new - 1, alternatives

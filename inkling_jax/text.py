@@ -116,7 +116,6 @@ class Tokenizer:
         conversation: Conversation,
         image_tiles: Sequence[int] = (),
         effort: float | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Renders messages as a prompt for the model's next message.
 
@@ -124,7 +123,6 @@ class Tokenizer:
             conversation: from `messages.parse_messages`.
             image_tiles: number of tiles of each picture, in order.
             effort: thinking effort, 0 to 0.99; None leaves it to the template.
-            tools: tool declarations for the template.
 
         Returns:
             Token ids, one placeholder per image tile.
@@ -149,7 +147,7 @@ class Tokenizer:
                 messages.insert(next(others, len(messages)), message)
         seam = f"_{secrets.randbits(128)}_"
         guard = functools.partial(_each_text, lambda text: self._break(text, seam))
-        variables |= {"messages": guard(messages), "tools": guard(tools) if tools else None}
+        variables |= {"messages": guard(messages), "tools": None}  # templates ask for both
         try:
             rendered = self._template.render(**variables, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError) as error:

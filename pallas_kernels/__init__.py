@@ -1,1 +1,1 @@
-"""TODO."""
+"""Kernels, a folder per operation: contract, plain reference, kernel, tiles, shapes."""

@@ -72,7 +72,7 @@ def make_tasks(model: ij.Engine, source: questions.Source, count: int) -> dict[s
         return list(itertools.islice(fitting, number))
 
     return {
-        "picture": questions.picture_items(source, count),
+        "picture": questions.picture_items(count),
         "retrieval": draw(0, TRAINED_LENGTH, far, TRAINED_LENGTH, count),
         "retrieval_near": draw(1, TRAINED_LENGTH, 0, far, few),
         "retrieval_beyond": draw(2, BEYOND, TRAINED_LENGTH, BEYOND, few),

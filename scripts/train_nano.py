@@ -18,12 +18,11 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from nano import batches, evaluate, export, optimizer, recipe, step, wire
+from nano import batches, evaluate, export, optimizer, pieces, recipe, step, wire
 from nano.optimizer import Params
 from tokenizers import Tokenizer
 
@@ -35,23 +34,6 @@ WARMUP, DECAY, ROUNDING = 0.02, 0.5, 0.7  # shares of the total time
 def learning_rate(share: float, peak: float) -> float:
     """Warm-up, constant, then linear decay to nothing, by the share of the time that is over."""
     return peak * min(share / WARMUP, 1.0, max((1 - share) / (1 - DECAY), 0.0))
-
-
-def save(file: Path, state: step.TrainState, progress: dict[str, Any]) -> None:
-    """Writes the state so that a kill at any moment leaves the old or the new one."""
-    leaves = jax.tree.leaves(state)
-    arrays = {f"a{i}": np.asarray(x) for i, x in enumerate(leaves)}
-    with file.with_suffix(".tmp").open("wb") as f:
-        np.savez(f, progress=json.dumps(progress), **arrays)
-    file.with_suffix(".tmp").replace(file)
-
-
-def restore(file: Path, like: step.TrainState) -> tuple[step.TrainState, dict[str, Any]]:
-    """Reads what `save` wrote."""
-    with np.load(file) as saved:
-        leaves, tree = jax.tree.flatten(like)
-        arrays = [jnp.asarray(saved[f"a{i}"]) for i in range(len(leaves))]
-        return jax.tree.unflatten(tree, arrays), json.loads(str(saved["progress"]))
 
 
 def save_params(folder: Path, params: Params) -> None:
@@ -77,13 +59,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(args.work / "compiled"))
     began = time.monotonic()
-    log_file = (args.work / "log.jsonl").open("a")
-
-    def log(**fields: Any) -> None:
-        line = json.dumps({"at": round(time.monotonic() - began, 1), **fields})
-        print(line, flush=True)
-        log_file.write(line + "\n")
-        log_file.flush()
+    log = pieces.open_log(args.work / "log.jsonl", began)
 
     record = batches.prepare(args.work)
     tokenizer_file = args.work / "tokenizer.json"
@@ -106,7 +82,7 @@ def main() -> None:
     progress = {"step": 0, "seconds": 0.0, "share": args.share}
     state_file = args.work / "state.npz"
     if state_file.exists():
-        state, progress = restore(state_file, state)
+        state, progress = pieces.restore(state_file, state)
     log(event="start", parameters=sum(w.size for w in params.values()), **progress)
 
     token_bytes = jnp.array(wire.token_bytes(tokenizer))
@@ -175,11 +151,11 @@ def main() -> None:
                 report("held_out", quick, rounding)
                 last["report"] = time.monotonic()
             if now - last["save"] > SAVE_SECONDS:
-                save(state_file, state, progress)
+                pieces.save(state_file, state, progress)
                 last["save"] = time.monotonic()
     finally:
         if np.isfinite(np.asarray(state.params["embed/weight"])).all():
-            save(state_file, state, progress)
+            pieces.save(state_file, state, progress)
             save_params(args.out, state.params)
             tokenizer_file = args.work / "tokenizer.json"
             export.export(

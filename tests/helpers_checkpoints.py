@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import math
+import shutil
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from checkpoints.key_map import PUBLISHED
+from checkpoints.safetensors_writer import write_published
 from inkling_jax.config import Config, TextConfig, VisionConfig
 from inkling_jax.model import abstract_params
 
@@ -114,3 +117,10 @@ def tensors(
 ) -> types.MappingProxyType[str, np.ndarray]:
     """Returns what `published` draws, as a dictionary that is not to be changed."""
     return types.MappingProxyType(dict(published(config, formats)))
+
+
+def write_shards(directory: Path) -> Path:
+    """Writes the tiny model in several shards beside a small tokenizer.json."""
+    write_published(directory, published(TINY), config_json(TINY), shard_bytes=64 << 10)
+    shutil.copy(Path(__file__).parent / "fixtures/chat/tokenizer.json", directory)
+    return directory

@@ -47,7 +47,7 @@ def test_attend_equals_the_definition(window, block, monkeypatch):
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-def test_bias_reaches_its_extent_and_no_farther():
+def test_bias_reaches_its_extent_and_no_farther():  # CM-02
     """Reach 4, q · k zero, bias ln 2 at distance 3: 2/9 there, 1/9 elsewhere, sink too."""
     zeros, identity = jnp.zeros((1, 7, 1, 8)), jnp.eye(7, 8)[None, :, None]
     proj = jnp.zeros((1, 4)).at[0, 3].set(math.log(2))

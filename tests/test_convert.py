@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers_checkpoints import TINY, config_json, expected, published
+from helpers_checkpoints import TINY, config_json, expected, published, write_shards
 
 import checkpoints.convert
 from checkpoints import orbax_store
@@ -30,8 +30,7 @@ TEXTS = ("generation_config.json", "tokenizer.json", "chat_template.jinja")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("published")
-    write_published(directory, published(TINY), config_json(TINY), shard_bytes=64 << 10)
+    directory = write_shards(tmp_path_factory.mktemp("published"))
     for name in TEXTS:
         (directory / name).write_text(f"the {name}\n")
     (directory / "drafter").mkdir()

@@ -83,7 +83,7 @@ def test_kernels_attend_as_the_plain_layer_does(monkeypatch):
     args = (params, config, target, context, jnp.array([5, 9], jnp.int32), LENGTHS)
     plain, _ = draft(*args)
     monkeypatch.setattr(ops, "takes_draft", lambda *_: True)
-    for name, kernel in {"_project": project, "_draft_attention": draft_attention}.items():
+    for name, kernel in {"_project": project, "attend_draft": draft_attention}.items():
         monkeypatch.setattr(ops, name, functools.partial(kernel, interpret=True))
     np.testing.assert_allclose(draft(*args)[0], plain, atol=1e-5)
     monkeypatch.setattr(ops, "attend_draft", None)
@@ -130,7 +130,7 @@ def test_markov_heads_against_float64(kind):
         prev = tokens[:, j]
 
 
-def test_each_proposal_follows_the_token_that_was_drawn_before_it():
+def test_each_proposal_follows_the_token_that_was_drawn_before_it():  # SP-04
     """A table that sends a to a + 1, flat logits: 7 proposes 8, 9, 10; a drawn 20 gives 21."""
     rank = VOCAB
     successor = np.zeros((VOCAB, rank), np.float32)
@@ -141,7 +141,7 @@ def test_each_proposal_follows_the_token_that_was_drawn_before_it():
     assert chain(params, DRAFTER, h, flat, [7], forced=[20])[0].tolist() == [[8, 21, 22, 23]]
 
 
-def test_hidden_row_i_decides_proposal_i_and_none_before_it():
+def test_hidden_row_i_decides_proposal_i_and_none_before_it():  # SP-04
     config = with_heads(markov_head_type="gated", markov_rank=6)
     params, rng = made(config), np.random.default_rng(4)
     h, base = (jnp.asarray(rng.normal(size=(1, 5, n)), jnp.float32) for n in (32, VOCAB))

@@ -1,9 +1,11 @@
 """The drafter's loss against what it states, that it can be learnt, and calibration."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from drafting import calibrate, loss
+from drafting import calibrate, data, loss, step
 from helpers import tiny_params
 from helpers_dspark import TARGET, VOCAB, with_heads
 
@@ -24,10 +26,9 @@ def batch():
 
 
 @jax.jit
-def found(params, key):
-    """Blocks of a tiny drafter, whose target is the tiny model."""
+def found(params, target, key):
+    """Blocks of a tiny drafter."""
     tokens, lengths, mask = batch()
-    target = tiny_params(TARGET)
     cache = init_cache(TARGET.text, ROWS, WIDTH, 1, jnp.float32)
     out = forward(target, TARGET, tokens, lengths, cache, taps=CONFIG.target_layer_ids)
     anchors, real = loss.choose_anchors(mask, key, ANCHORS)
@@ -36,7 +37,8 @@ def found(params, key):
 
 
 def test_blocks_count_what_is_to_be_learnt_up_to_the_end_of_the_row():
-    blocks, anchors = found(init_drafter(CONFIG, jax.random.key(1)), jax.random.key(2))
+    params, target = init_drafter(CONFIG, jax.random.key(1)), tiny_params(TARGET)
+    blocks, anchors = found(params, target, jax.random.key(2))
     _, lengths, mask = batch()
     counts = np.asarray(blocks.counts).reshape(ROWS, ANCHORS, -1)
     for row in range(ROWS):
@@ -59,32 +61,29 @@ def test_the_loss_weighs_its_parts_and_positions():
 
 
 def test_a_few_steps_lower_the_loss():
-    params = init_drafter(CONFIG, jax.random.key(1))
-
-    @jax.jit
-    def step(params):
-        value, gradient = jax.value_and_grad(lambda p: loss.loss(found(p, jax.random.key(2))[0]))(
-            params
-        )
-        return value, jax.tree.map(lambda w, g: w - 0.3 * g, params, gradient)
-
+    tokens, lengths, mask = batch()
+    side, index = TARGET.vision.tile_size, jnp.full(tokens.shape, -1, jnp.int32)
+    tiles, grid = jnp.zeros((1, 2, side, side, 3), jnp.uint8), jnp.array([[1, 2]], jnp.int32)
+    optimizer = step.make_optimizer()
+    params = step.flatten(init_drafter(CONFIG, jax.random.key(1)))
+    state = step.TrainState(params, optimizer.init(params))
+    options = {"drafter": CONFIG, "config": TARGET, "optimizer": optimizer, "anchors": ANCHORS}
+    train = jax.jit(functools.partial(step.train_step, **options))
+    target, made = tiny_params(TARGET), data.Batch(tokens, mask, lengths, index, tiles, grid)
     values = []
-    for _ in range(12):
-        value, params = step(params)
-        values.append(float(value))
+    with jax.numpy_dtype_promotion("standard"):  # for optax
+        for _ in range(12):
+            state, summary = train(state, target, made, jnp.int32(2), jnp.float32(0.003))
+            values.append(float(summary["loss"]))
     assert values[-1] < 0.95 * values[0]
 
 
 def test_temperatures_mend_overconfidence():
     """Confidences of twice the true logit: the fitted temperatures are near 2, errors fall."""
     rng = np.random.default_rng(0)
-    score = rng.normal(size=(4000, 3))
+    score = rng.normal(size=(8000, 3))
     accept = 1 / (1 + np.exp(-score))
     said = 1 / (1 + np.exp(-2 * score))
-    fitted, scaled = calibrate.temperatures(said, accept, np.ones(said.shape, bool))
-    np.testing.assert_allclose(fitted, 2.0, rtol=0.15)
-    truth = np.cumprod(accept, axis=1).ravel()
-    before, after = (
-        calibrate.calibration_error(np.cumprod(c, axis=1).ravel(), truth) for c in (said, scaled)
-    )
-    assert after < 0.02 < before
+    found = calibrate.assess(said, accept, np.ones(said.shape, bool))
+    np.testing.assert_allclose(found["temperatures"], 2.0, rtol=0.15)
+    assert found["after"]["error"] < 0.02 < found["before"]["error"]

@@ -90,7 +90,7 @@ def test_drafts_may_reach_beyond_the_end_of_the_context(plain, drafted):  # JX-0
     assert output.token_ids == want.token_ids and len(want.token_ids) == 54
 
 
-def test_what_a_drafter_does_not_support_is_refused(drafted):
+def test_what_a_drafter_does_not_support_is_refused(drafted):  # AP-02
     setting = ij.SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
     with pytest.raises(InputError, match="prompt_logprobs is not supported with a drafter"):
         drafted.generate([[1, 2]], setting)
@@ -111,7 +111,7 @@ def test_rounds_are_summed_up():
 def model(tmp_path_factory):
     """A directory with a drafter, as of a model, and one without."""
     directory = tmp_path_factory.mktemp("model")
-    tensors = published(DRAFTER, taught_drafter())
+    tensors = published(taught_drafter())
     write_published(directory / "drafter", tensors.items(), config_json(DRAFTER))
     (directory / "bare").mkdir()
     return directory
@@ -141,7 +141,7 @@ def test_the_drafter_that_was_asked_for_is_opened(model):
 
 def test_without_a_confidence_head_the_whole_block_is_verified(tmp_path):
     config = with_heads(enable_confidence_head=False)
-    tensors = published(config, taught_drafter(config))
+    tensors = published(taught_drafter(config))
     write_published(tmp_path, tensors.items(), config_json(config))
     found = open_speculator(tmp_path, TARGET, jnp.float32, tmp_path, None)
     assert found is not None and (found.drafts, found.cost) == (8, None)

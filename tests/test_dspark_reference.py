@@ -64,7 +64,7 @@ def propose(params, config, target, context, anchor, start, vocab):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_drafts_are_those_of_the_reference(head):
+def test_drafts_are_those_of_the_reference(head):  # SP-03
     (config, params), (drafter, weights, want) = target(), case(head)
     text = np.concatenate([want["prompt"], want["target_greedy"]])
     taps = read_taps(params, config, jnp.asarray(text)[None])

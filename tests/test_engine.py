@@ -137,7 +137,7 @@ def test_the_edge_of_a_bucket_changes_nothing(engine, edge):  # JX-05
         np.testing.assert_allclose(output.logprobs[0].logprob, logprobs.max(), atol=1e-5)
 
 
-def test_pictures_take_the_place_of_their_placeholders(engine):
+def test_pictures_take_the_place_of_their_placeholders(engine):  # CS-06
     rng = np.random.default_rng(0)
     image, other = picture(rng), picture(rng)
     prompt = [3, 4, *[TINY.image_token_id] * 6, 5]
@@ -247,7 +247,7 @@ def test_logits_that_are_not_finite_are_an_error():
         broken.generate([PROMPTS[0]], GREEDY)
 
 
-def test_nothing_compiles_after_warm_up(engine):
+def test_nothing_compiles_after_warm_up(engine):  # JX-03
     rng = np.random.default_rng(1)
 
     def request(length, pictures, logprobs, **settings):

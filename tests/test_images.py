@@ -49,7 +49,7 @@ def test_transparency_is_laid_on_a_checkerboard():
         assert got[y, x].tolist() == want, (y, x)
 
 
-def test_hidden_colours_do_not_show():
+def test_hidden_colours_do_not_show():  # IM-03
     row = np.uint8([[[255, 0, 0, 0]] * 8 + [[0, 0, 255, 128]]])
     got = decode(row)
     assert got[0, 0].tolist() == [204, 204, 204]  # square (0, 0)
@@ -67,7 +67,7 @@ SIZES = [(1, 1), (39, 40), (40, 40), (41, 39), (26, 28), (1, 4000), (4000, 1), (
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
-def test_sizes_give_whole_tiles(height, width):
+def test_sizes_give_whole_tiles(height, width):  # IM-01
     got, (rows, columns) = tiles(np.zeros((height, width, 3), np.uint8), 40)
     assert rows == max(1, -(-height // 40)) and columns == max(1, -(-width // 40))
     assert len(got) == rows * columns
@@ -83,7 +83,7 @@ def test_all_sources_give_equal_pixels(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (3, 5, 3), (1, 7, 3), (3, 4, 1), (4, 3, 4)])
-def test_array_axes_are_height_width_channel(shape):
+def test_array_axes_are_height_width_channel(shape):  # IM-03
     array = RNG.integers(0, 256, shape, np.uint8)
     if shape[2] == 4:
         array[..., 3] = 255
@@ -91,7 +91,7 @@ def test_array_axes_are_height_width_channel(shape):
     np.testing.assert_array_equal(decode(array), colours)
 
 
-def test_sixteen_bit_greys_are_scaled():
+def test_sixteen_bit_greys_are_scaled():  # IM-03
     values = np.uint16([[0, 128, 129, 40000, 65535]])
     want = np.repeat(np.uint8([[0, 0, 1, 156, 255]])[..., None], 3, -1)
     wide = Image.fromarray(values)
@@ -109,7 +109,7 @@ GREYS = ("L", "LA", "La", "I", "F")
 
 @pytest.mark.parametrize("mode", [*GREYS, "1", "P", "PA", "RGB", "RGBX", "RGBA", "RGBa", "CMYK",
                                   "YCbCr", "LAB", "HSV"])  # fmt: skip
-def test_every_mode_is_read(mode):
+def test_every_mode_is_read(mode):  # IM-03
     colour = {"1": [255] * 3, **dict.fromkeys(GREYS, [153] * 3)}.get(mode, [51, 102, 153])
     through = {"La": "LA", "RGBa": "RGBA"}.get(mode, "RGB")
     image = Image.new("RGB", (3, 2), tuple(colour)).convert(through).convert(mode)

@@ -68,7 +68,7 @@ def test_matches_reference(tokens, start, lengths, window, slots):
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
-def test_hidden_slots_have_no_influence():
+def test_hidden_slots_have_no_influence():  # KR-02
     inputs = make_inputs(3, 2, 5, 30, 8)
     where = (jnp.array([40, 3], jnp.int32), jnp.array([4, 2], jnp.int32))
     outs = [

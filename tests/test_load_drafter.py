@@ -23,7 +23,7 @@ def written(directory, config=DRAFTER, drop=(), tensors=None, **fields):
     if config.draft_vocab_size:
         rows = jnp.asarray(np.arange(config.draft_vocab_size) * 3 + 1, jnp.int32)
         params["tokens"] = params["tokens"].replace(rows)
-    found = published(config, params) | (tensors or {})
+    found = published(params) | (tensors or {})
     raw = config_json(config) | fields
     raw = {k: v for k, v in raw.items() if v != "absent"}
     write_published(directory, [(k, v) for k, v in found.items() if k not in drop], raw)
@@ -96,7 +96,7 @@ def test_a_drafter_beside_its_model_is_found(tmp_path):
         ({"shiny_new_field": 1}, "shiny_new_field = 1 is not known"),
     ],
 )
-def test_a_drafter_that_does_not_fit_is_refused_by_name(tmp_path, fields, message):
+def test_a_drafter_that_does_not_fit_is_refused_by_name(tmp_path, fields, message):  # SP-08
     written(tmp_path, **fields)
     with pytest.raises(InputError, match=message) as caught:
         load(tmp_path)

@@ -15,7 +15,6 @@ from inkling_jax.model import abstract_params, forward
 
 WIDTH = 37
 TOKENS = np.random.default_rng(5).integers(0, 40, WIDTH)
-LENGTH = jnp.array([WIDTH], jnp.int32)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def whole():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 9, 16, 17, 36])
-def test_chunked_prefill_equals_whole(whole, size):
+def test_chunked_prefill_equals_whole(whole, size):  # CS-02, CM-03
     sizes = [size] * (WIDTH // size) + [WIDTH % size] * (WIDTH % size > 0)
     logits, cache = read_in_chunks(tiny_params(), TINY, TOKENS, sizes, WIDTH)
     np.testing.assert_allclose(logits, whole[0], atol=1e-5)
@@ -32,14 +31,14 @@ def test_chunked_prefill_equals_whole(whole, size):
         np.testing.assert_allclose(got, want, atol=1e-5 * max(1.0, np.abs(want).max()))
 
 
-def test_token_by_token_equals_whole(whole):
+def test_token_by_token_equals_whole(whole):  # CM-03
     """Also the first tokens, whose convolutions reach before the text."""
     logits, _ = read_in_chunks(tiny_params(), TINY, TOKENS, [1] * WIDTH, 1)
     np.testing.assert_allclose(logits, whole[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5])
-def test_short_prompts_go_on(whole, prompt):
+def test_short_prompts_go_on(whole, prompt):  # CS-01
     sizes = [prompt, 1, 1, 1, 1]
     logits, _ = read_in_chunks(tiny_params(), TINY, TOKENS[: prompt + 4], sizes, WIDTH)
     np.testing.assert_allclose(logits, whole[0][: prompt + 4], atol=1e-5)
@@ -90,7 +89,7 @@ def test_without_full_layers_a_text_has_no_end():
 
 @pytest.mark.parametrize("refused", [1, 3, 4])
 @pytest.mark.parametrize("committed", [2, 7, 20])  # before, at and beyond the window of 8
-def test_refused_blocks_leave_nothing_behind(whole, committed, refused):
+def test_refused_blocks_leave_nothing_behind(whole, committed, refused):  # CS-04
     _, cache = read_in_chunks(tiny_params(), TINY, TOKENS[:committed], [committed], WIDTH)
     before = visible(cache, TINY)
     block = np.zeros((1, WIDTH), np.int32)

@@ -22,7 +22,7 @@ def test_ties_go_to_the_lower_index_and_the_bias_takes_no_part_in_weights():
 
 @pytest.mark.parametrize("fmt", PACK)
 @pytest.mark.parametrize("gather_picks", [0, 1000])  # tokens sorted by expert, or experts fetched
-def test_swiglu_caps_on_every_path(fmt, gather_picks, monkeypatch):
+def test_swiglu_caps_on_every_path(fmt, gather_picks, monkeypatch):  # CM-09
     monkeypatch.setattr(moe, "GATHER_PICKS", gather_picks)
     gate_cap, up_cap, hidden, width = 4.0, 25.0, 32, 32
     gates, ups = (-50, -gate_cap, 0, gate_cap, 50), (-50, -up_cap, 0, up_cap, 50)

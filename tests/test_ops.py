@@ -133,8 +133,8 @@ def test_a_decode_step_has_eleven_kernels_a_layer_and_no_branch(tokens, on_gpu):
 
 @pytest.mark.long
 def test_the_kernel_draws_the_tokens_of_the_plain_sampler(on_gpu, monkeypatch):
-    interpreted = functools.partial(ops.sampling.prefix_end, interpret=True)
-    monkeypatch.setattr(ops.sampling, "prefix_end", interpreted)
+    interpreted = functools.partial(ops.prefix_end, interpret=True)
+    monkeypatch.setattr(ops, "prefix_end", interpreted)
     logits = 3 * jax.random.normal(jax.random.key(0), (6, 9000))
     filters = sampling.Filters(
         top_k=jnp.array([0, 50, 0, 7, 0, 9000], jnp.int32),

@@ -76,7 +76,7 @@ def test_logits(case):
         np.testing.assert_allclose(logits, case.expected[f"text{n}.logits"], atol=2e-4)
 
 
-def test_hidden_states_of_every_layer(case):
+def test_hidden_states_of_every_layer(case):  # SP-08
     _, hidden, taps = case(case.expected["text17.tokens"])
     for got, want in zip([*taps, hidden], case.expected["text17.hidden"], strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())

@@ -7,7 +7,7 @@ import pytest
 from inkling_jax import quant
 
 
-def test_e8m0_codes():
+def test_e8m0_codes():  # QZ-01
     codes = jnp.array([0, 1, 127, 134, 254, 255], jnp.uint8)
     want = np.array([2.0**-127, 2.0**-126, 1, 128, 2.0**127, np.nan], np.float32)
     for decode in (quant.e8m0, jax.jit(quant.e8m0)):
@@ -16,7 +16,7 @@ def test_e8m0_codes():
         assert np.isnan(np.asarray(decode(codes))[5])
 
 
-def test_e4m3_scales_and_values_decode_as_the_standard_says():
+def test_e4m3_scales_and_values_decode_as_the_standard_says():  # QZ-02
     codes = np.arange(256, dtype=np.uint8)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     normal = (1 + mantissa / 8) * 2.0 ** (exponent.astype(int) - 7)
@@ -39,7 +39,7 @@ def test_nvfp4_nibbles_blocks_and_outer_scale():
     np.testing.assert_array_equal(quant.dequantize(q, jnp.float32)[0, 0], want)
 
 
-def test_scale_blocks_stay_with_their_weights():
+def test_scale_blocks_stay_with_their_weights():  # QZ-04
     n, r, c = 3, 40, 96
     expert, group = np.arange(n)[:, None, None], np.arange(c // 32)
     scales = np.broadcast_to(127 + expert + group, (n, r, c // 32)).astype(np.uint8)

@@ -50,7 +50,7 @@ CASES = {  # the prompt, the reply, how it splits
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reply_is_split_the_same_in_every_rhythm(name):
+def test_reply_is_split_the_same_in_every_rhythm(name):  # TX-02
     prompt, text, want = CASES[name]
     prompt, reply = ids(prompt), ids(text)
     for step in (1, 3, len(reply) or 1):

@@ -16,7 +16,7 @@ def residual(*x):
     return Residual(x[:-1], x[-1], scales)
 
 
-def test_equal_scores_give_the_mean_of_the_normalised_states():
+def test_equal_scores_give_the_mean_of_the_normalised_states():  # CM-11
     x, unit = sources(4)
     np.testing.assert_allclose(mix(jnp.zeros(8), residual(*x)), unit.mean(0), atol=1e-6)
 

@@ -61,7 +61,7 @@ CASES = [
 
 @pytest.mark.parametrize("vocab", [5, 300])
 @pytest.mark.parametrize("kind", ["distinct", "ties", "flat"])
-def test_filters_equal_the_sorted_definition(vocab, kind):
+def test_filters_equal_the_sorted_definition(vocab, kind):  # AP-01
     rng = np.random.default_rng(vocab)
     logits = rng.normal(size=(len(CASES), vocab)).astype(np.float32) * 3
     if kind == "ties":  # both zeros too
@@ -79,7 +79,7 @@ def test_filters_equal_the_sorted_definition(vocab, kind):
         np.testing.assert_allclose(out[row, kept], logits[row, kept] / scale, rtol=1e-6)
 
 
-def test_nucleus_acts_after_temperature_and_keeps_its_boundary():
+def test_nucleus_acts_after_temperature_and_keeps_its_boundary():  # AP-01
     logits = np.full((4, 50), -99, np.float32)  # one shape for most tests: compiling takes long
     logits[:, :4] = np.log(np.float32([0.05, 0.50, 0.15, 0.30]))
     sampling = settings(temperature=[1.0, 10.0, 0.1, 1.0], top_p=[0.9, 0.9, 0.9, 1e-9])
@@ -87,7 +87,7 @@ def test_nucleus_acts_after_temperature_and_keeps_its_boundary():
     assert kept == [[1, 2, 3], [0, 1, 2, 3], [1], [1]]
 
 
-def test_greedy_rows_in_a_mixed_batch_take_the_lowest_of_the_largest():
+def test_greedy_rows_in_a_mixed_batch_take_the_lowest_of_the_largest():  # AP-01
     logits = np.float32([[1, 3, 3, 2] + [-99] * 46] * 4)
     keys = keys_from_seeds(range(4))
     sampling = settings(temperature=[0.0, 1.0, 1e-8, 0.0], top_p=[1.0, 1.0, 0.0, 0.5])
@@ -121,7 +121,7 @@ def test_a_large_vocabulary_keeps_exactly_k():
     )
 
 
-def test_same_request_gives_the_same_tokens_in_every_slot():
+def test_same_request_gives_the_same_tokens_in_every_slot():  # SP-09
     logits = np.tile(np.random.default_rng(3).normal(size=50).astype(np.float32), (4, 1))
     keys = keys_from_seeds([7, 8, 7, 2**40 + 7])
     batch, single = settings(temperature=[1.0] * 4), settings(temperature=[1.0])
@@ -165,7 +165,7 @@ def test_draws_follow_the_filtered_distribution():
     assert chi_square(counts[:3], p[:3] / p[:3].sum()) > 1
 
 
-def test_softcap_comes_before_temperature_and_logprobs():
+def test_softcap_comes_before_temperature_and_logprobs():  # CM-10
     raw = jnp.asarray([0.0, 30.0, 50.0, 2000.0] + [-2000.0] * 46)
     capped = jnp.tile(30 * jnp.tanh(raw / 30), (4, 1))
     np.testing.assert_allclose(capped[0, :4], [0, 22.8478, 27.9333, 30], rtol=1e-5)
@@ -248,7 +248,7 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
-def test_bad_options_are_refused_by_name(options):
+def test_bad_options_are_refused_by_name(options):  # AP-01, AP-02
     (name,) = options
     with pytest.raises(InputError, match=name):
         SamplingParams(**options)

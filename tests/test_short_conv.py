@@ -12,7 +12,7 @@ def static_conv(taps):
     return conv
 
 
-def test_last_tap_weighs_the_current_token_and_the_input_is_added():
+def test_last_tap_weighs_the_current_token_and_the_input_is_added():  # CM-04
     u = jnp.arange(1.0, 6.0)[None, :, None]
     y, _ = static_conv([1, 10, 100, 1000])(u, jnp.zeros((1, 4, 1)), 0 * ONE, 5 * ONE)
     sums = np.array([1001, 2102, 3213, 4325, 5437])

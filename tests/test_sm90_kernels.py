@@ -42,7 +42,7 @@ def sm90():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.variant} {case.shape}")
-def test_builds(case, sm90, tmp_path):
+def test_builds(case, sm90, tmp_path):  # KR-01
     carry, args = jax.eval_shape(case.setup, jax.random.key(0))
     found = sm90.resources(case.result, carry, *args, folder=tmp_path)
     kernels = [kernel for kernel in found if kernel.name.startswith(KERNELS)]

@@ -52,7 +52,7 @@ def greedy():
 
 
 @pytest.mark.parametrize("width", range(DRAFTS + 1))
-def test_greedy_text_is_that_of_plain_decoding(width):
+def test_greedy_text_is_that_of_plain_decoding(width):  # SP-05, SP-07
     """The window of 8 wraps several times; every number of drafts gets accepted somewhere."""
     options = auto(only_width(width, DRAFTS))
     tokens, state, rounds = run(drafted, PROMPTS, GREEDY, NEW, lengths=LENGTHS, **options)
@@ -92,7 +92,7 @@ def test_budgets_end_rows_on_the_token():
 
 
 @pytest.mark.parametrize("cost", [None, COST], ids=["fixed", "auto"])
-def test_a_seed_gives_the_same_text_in_any_company(cost):
+def test_a_seed_gives_the_same_text_in_any_company(cost):  # SP-09
     if cost is None:
         cost = only_width(DRAFTS, DRAFTS)
     seeds = [11, 12, 13, 14]
@@ -216,7 +216,7 @@ def seen(cache, row):
     return visible(jax.tree.map(lambda x: x[row : row + 1], cache), TARGET)
 
 
-def test_refused_drafts_leave_the_same_bits_as_drafts_never_made():
+def test_refused_drafts_leave_the_same_bits_as_drafts_never_made():  # CS-04
     params, block = tiny_params(TARGET), programs()[2]
     found = []
     for width in (DRAFTS, 0):
@@ -267,7 +267,7 @@ def test_logits_that_are_not_finite_end_the_row():
 
 @pytest.mark.long
 @pytest.mark.parametrize("drafts", range(1, 9))
-def test_every_width_of_a_fixed_loop_gives_the_greedy_text(drafts):
+def test_every_width_of_a_fixed_loop_gives_the_greedy_text(drafts):  # SP-05
     options = {"drafter": (speculator(drafts),)}
     tokens, _, rounds = run(drafted, PROMPTS, GREEDY, NEW, lengths=LENGTHS, **options)
     np.testing.assert_array_equal(tokens.ids, greedy().ids)
@@ -286,7 +286,7 @@ def test_a_seed_gives_the_same_text_alone():
 
 
 @pytest.mark.gpu  # products of bfloat16 are not implemented on CPUs
-def test_in_bfloat16_each_token_is_within_one_step_of_the_most_probable():
+def test_in_bfloat16_each_token_is_within_one_step_of_the_most_probable():  # SP-07
     """The verified block and single tokens round differently, so near ties may fall otherwise."""
     kinds = abstract_params(TARGET, jnp.bfloat16)
     half = jax.tree.map(lambda x, y: x.astype(y.dtype), tiny_params(TARGET), kinds)

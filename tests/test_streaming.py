@@ -34,7 +34,7 @@ def stream(ids, step):
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("name", STREAMS)
-def test_pieces_join_to_the_full_decode(name, step):
+def test_pieces_join_to_the_full_decode(name, step):  # TX-03
     ids = STREAMS[name]
     pieces, full = stream(ids, step), TOKENIZER.decode(ids)
     assert "".join(pieces) == full
@@ -71,7 +71,7 @@ def test_stop_strings_end_the_text_and_never_show(step):
     assert run([], "anything", step) == ("anything", False)
 
 
-def test_stop_string_over_three_tokens_is_held_back():
+def test_stop_string_over_three_tokens_is_held_back():  # TX-03
     strings = StopStrings(["\n\nUser:"])
     assert strings.add("Fine.") == "Fine."
     assert strings.add("\n") == "" and strings.add("\nUs") == ""

@@ -148,7 +148,7 @@ def image(source="p.png"):
     return {"type": "image", "image": source}
 
 
-def test_typed_placeholders_are_text_and_real_ones_expand_once():
+def test_typed_placeholders_are_text_and_real_ones_expand_once():  # IM-06
     typed = "<|unused_200054|><|content_image|>"
     text = {"type": "text", "text": typed}
     assert IMAGE not in chat(user(typed))

@@ -1,8 +1,9 @@
 """What a drafter of inkling-jax-nano learns from: right replies, and nano's own continuations."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,12 @@ class Continuations:
                 generation.generate(params, config, tokens, lengths, sampling, keys, REPLY)[0].ids
             )
         )
+
+    def of(self, source: batches.Source) -> Self:
+        """Returns the same of another corpus, drawn by the same program."""
+        other = copy.copy(self)
+        other.source = source
+        return other
 
     def make(self, seed: int) -> list[Batch]:
         """Returns `AT_ONCE` batches of prompts with their replies."""

@@ -63,7 +63,7 @@ def make_source(documents: list[corpus.Document], model: Engine, checkpoint: Pat
     )
 
 
-def picture_items(source: Source, count: int) -> list[Item]:
+def picture_items(count: int) -> list[Item]:
     """Returns questions about random pictures, in the mixture of training."""
     rng = np.random.default_rng(SEED)
     items = []
@@ -82,10 +82,10 @@ def chat_items(source: Source, count: int) -> list[Item]:
     """Returns small tasks; facts and what the model says of itself are learnt by heart."""
     rng = np.random.default_rng(SEED + 1)
     turns = [tasks.chat_task(rng, source.words, source.facts) for _ in range(count)]
-    return [Item(_chat_kind(*turn), *turn) for turn in turns]
+    return [Item(_chat_kind(turn[0]), *turn) for turn in turns]
 
 
-def _chat_kind(question: str, answer: str) -> str:
+def _chat_kind(question: str) -> str:
     if question in tasks.ABOUT:
         return "about itself"
     if question.startswith("What is the module"):
