@@ -35,11 +35,7 @@ def converted(source, tmp_path_factory):
     ("name", "text", "message"),
     [
         ("tokenizer.json", "{}", r"source: tokenizer\.json cannot be used"),
-        (
-            "generation_config.json",
-            '{"do_sample": true, "top_k": "x"}',
-            "config.json: top_k is 'x'",
-        ),
+        ("generation_config.json", '{"do_sample": true, "top_k": "x"}', "top_k is 'x'"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
     ],
 )
