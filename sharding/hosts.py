@@ -24,9 +24,9 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 def join_hosts(timeout: int = 120) -> None:
     """Joins the processes that the environment names, before JAX looks for devices.
 
-    Without `JAX_COORDINATOR_ADDRESS` (host:port of process 0), and where `jax.distributed` is
-    initialised already, nothing happens. Else `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` say how many
-    processes there are and which one this is.
+    `JAX_COORDINATOR_ADDRESS` is host:port of process 0, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`
+    say how many processes there are and which one this is. Without all three, and where
+    `jax.distributed` is initialised already, nothing happens.
 
     Args:
       timeout: seconds to wait for the others.
@@ -34,10 +34,14 @@ def join_hosts(timeout: int = 120) -> None:
     Raises:
       MeshError: a variable is missing or wrong, or the others do not come.
     """
-    address = os.environ.get(ADDRESS)
-    if address is None or jax.distributed.is_initialized():
+    address, count, index = (os.environ.get(name, "") for name in (ADDRESS, COUNT, INDEX))
+    if not (address or count or index) or jax.distributed.is_initialized():
         return
-    count, index = (os.environ.get(name, "") for name in (COUNT, INDEX))
+    if not address:
+        raise MeshError(
+            f"{COUNT} is {count!r} and {INDEX} is {index!r}, so {ADDRESS} must be host:port of "
+            "process 0, but it is missing"
+        )
     if not (count.isdecimal() and index.isdecimal() and int(index) < int(count)):
         raise MeshError(
             f"{ADDRESS} is set, so {COUNT} must be the number of processes and {INDEX} this one's, "

@@ -146,3 +146,11 @@ def test_a_process_alone_does_not_wait_for_ever(monkeypatch, count, index, says)
     monkeypatch.setenv("JAX_PROCESS_ID", index)
     with pytest.raises(MeshError, match=says):
         join_hosts(1)
+
+
+@pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+def test_processes_without_an_address_are_refused(monkeypatch, name):
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(MeshError, match="JAX_COORDINATOR_ADDRESS must be host:port"):
+        join_hosts(1)
