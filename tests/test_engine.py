@@ -238,6 +238,13 @@ def test_the_longest_prompt_that_fits_is_served(engine):
         engine.generate([[1] * 63], dataclasses.replace(GREEDY, max_tokens=2))
 
 
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(engine, monkeypatch):
+    monkeypatch.setattr(reading, "_init_cache", lambda *_: pytest.fail("allocated"))
+    needs = r"a cache of 1 x 10{12} tokens: needs \d+\.\d\d GB on .*, \d+\.\d\d GB are free"
+    with pytest.raises(ij.InputError, match=needs):
+        dataclasses.replace(engine, context=10**12).generate([PROMPTS[0]], GREEDY)
+
+
 def test_logits_that_are_not_finite_are_blamed_on_the_checkpoint():
     flat = dict(nnx.to_flat_state(tiny_params()))
     norm = flat[("norm", "weight")]
