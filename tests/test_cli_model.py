@@ -253,6 +253,13 @@ def test_demo_answers_and_tells_where_the_picture_is(inkling, folder, monkeypatc
     assert result["picture"]["path"] in out
 
 
+def test_demo_leaves_nothing_that_nobody_asked_to_keep(inkling, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "SHIPPED", folder / "model")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert inkling("demo")["model"].startswith(str(tmp_path))
+    assert not list(tmp_path.glob("inkling-jax-demo-*"))
+
+
 def test_inspect_counts_what_the_files_hold(inkling, folder, capsys):
     published, converted = inkling("inspect", "model"), inkling("inspect", "converted")
     stored = [json.loads(f.read_text()) for f in (folder / "converted/params").glob("*/zarr.json")]
