@@ -53,7 +53,7 @@ def open_speculator(
         raise InputError(f"drafter is {drafter!r:.40}, it must be a directory, auto or none")
     directory = find_drafter(model) if drafter == AUTO else drafter
     if directory in (None, "none"):
-        if draft_tokens is not None and drafter != AUTO:
+        if draft_tokens is not None and (drafter, draft_tokens) != (AUTO, AUTO):
             raise InputError(f"draft-tokens is {draft_tokens}, but there is no drafter; name one")
         return None
     found, params = load_drafter(Path(directory), config.text, dtype)

@@ -210,8 +210,9 @@ class Engine:
             if rounds is not None:
                 row.take_rounds(jax.tree.map(lambda a, i=i: a[i], rounds))
             if not finite[i]:
-                raise FloatingPointError(
-                    f"the model gave logits that are not finite after {len(row.token_ids)} tokens"
+                raise InputError(
+                    f"the model gave logits that are not finite after {len(row.token_ids)} tokens; "
+                    "check that weights and scales of its checkpoint are finite"
                 )
             row.take(jax.tree.map(lambda a, i=i: a[i], tokens), bool(done[i]))
 

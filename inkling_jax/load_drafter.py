@@ -96,7 +96,7 @@ def load_drafter(
 def find_drafter(directory: Path) -> Path | None:
     """Returns the subfolder of a checkpoint that holds its drafter, if there is one."""
     places = (directory / name for name in DRAFTERS)
-    return next((place for place in places if (place / "config.json").exists()), None)
+    return next((place for place in places if place.exists()), None)
 
 
 def published(params: nnx.State) -> dict[str, np.ndarray]:

@@ -6,9 +6,7 @@ format each layer's experts are. Each device gets its part, read from the file b
 
 import contextlib
 import functools
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from inkling_jax import ops, quant
 from inkling_jax.config import Config
 from inkling_jax.errors import InputError
 from inkling_jax.hub import resolve
+from inkling_jax.memory import check_fits, device_bytes
 from inkling_jax.model import abstract_params, param_specs
 from inkling_jax.quant import QuantTensor, Weights
 from inkling_jax.settings import read_settings
@@ -138,7 +137,7 @@ def load_params(
     else:
         placed = shardings(specs)
     specs = jax.tree.map(lambda spec, s: spec.update(sharding=s), specs, placed)
-    check_fits(jax.tree.leaves(specs), directory)
+    check_fits(device_bytes(jax.tree.leaves(specs)), str(directory))
     if not is_converted(directory):
         return jax.tree.map(_place, leaves, specs)
     paths = [leaf.path for leaf in jax.tree.leaves(leaves)]
@@ -210,40 +209,6 @@ def _pack(weights: Weights, axes: Axes, interleaved: bool) -> PackedExperts:
         out_specs=jax.tree.map(lambda a: PartitionSpec(*lead[: a.ndim]), part),
         check_vma=False,
     )(weights)
-
-
-def check_fits(specs: Iterable[jax.ShapeDtypeStruct], what: Any) -> None:
-    """Refuses, before anything is allocated, what does not fit the memory that is free.
-
-    Args:
-      specs: shapes and dtypes, with shardings.
-      what: names it in the error.
-    """
-    needs: Counter[Any] = Counter()
-    for spec in specs:
-        assert spec.sharding is not None
-        part = math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
-        for device in spec.sharding.addressable_devices:
-            needs[device] += part
-    host = sum(need for device, need in needs.items() if device.platform == "cpu")
-    for device, need in needs.items():
-        free = free_memory(device)
-        need = host if device.platform == "cpu" else need
-        if free is not None and need > free:
-            raise InputError(
-                f"{what}: needs {need / 1e9:.2f} GB on {device}, {free / 1e9:.2f} GB are free; "
-                "use a larger device or spread the model over several"
-            )
-
-
-def free_memory(device: Any) -> int | None:
-    """Returns the bytes that can still be allocated on a device, None where it does not say."""
-    if stats := device.memory_stats():
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    memory = Path("/proc/meminfo")
-    if device.platform != "cpu" or not memory.exists():
-        return None
-    return 1024 * int(memory.read_text().split("MemAvailable:")[1].split()[0])
 
 
 def _leaves(directory: Path, config: Config, dtype: DTypeLike | None) -> dict[LeafPath, Leaf]:

@@ -76,8 +76,11 @@ def make_prompt(
         raise InputError("the prompt is empty, it must have at least one token")
     limit = config.text.unpadded_vocab_size
     for at, token in enumerate(ids):
-        if not 0 <= token < limit:
-            raise InputError(f"token {at} of the prompt is {token}, ids go from 0 to {limit - 1}")
+        whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        if not whole or not 0 <= token < limit:
+            raise InputError(
+                f"token {at} of the prompt is {token}, ids are whole numbers from 0 to {limit - 1}"
+            )
     rows = image_rows(ids, config.image_token_id, [len(t) for t, _ in tiles])
     return Prompt(ids, rows, tiles)
 
@@ -88,6 +91,7 @@ def _refuse_effort(effort: float | None) -> None:
 
 
 def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
+    """Whether numbers are meant, if only as ids that are still to be checked."""
     return not isinstance(prompt, str) and all(
-        isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
+        isinstance(t, int | float | np.number) for t in prompt
     )

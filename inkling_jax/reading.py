@@ -1,20 +1,24 @@
 """Reads prompts into a cache in chunks of a few bucketed lengths, so that few programs compile."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from inkling_jax import generation, speculative
-from inkling_jax.cache import Cache, init_cache
-from inkling_jax.config import Config
+from inkling_jax.cache import Cache, cache_specs, init_cache
+from inkling_jax.config import Config, TextConfig
 from inkling_jax.draft_layers import Context, init_context
 from inkling_jax.generation import Tokens
+from inkling_jax.memory import check_fits, device_bytes
 from inkling_jax.model import encode_image
 from inkling_jax.prompts import Prompt
 from inkling_jax.proposing import Speculator
@@ -117,11 +121,13 @@ def read_prompts(
         tokens[i, : len(prompt.ids)] = prompt.ids
         index = np.array(prompt.image_rows, np.int32)
         image_index[i, : len(prompt.ids)] = np.where(index >= 0, index + first_row[i], -1)
-    cache = _init_cache(config.text, rows, capacity, max_block, dtype)
+    here = jax.tree.leaves(params["embed"])[0].sharding
+    size = (config.text, rows, capacity, max_block, dtype)
+    check_fits(_cache_bytes(*size, here), f"a cache of {rows} x {capacity} tokens")
+    cache = _init_cache(*size)
     context = speculator and by_row(_init_context(speculator.config, rows, capacity, dtype))
     logits = by_row(jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32))
     if current_mesh() is None:  # committed, as later chunks find it: they share its program
-        here = jax.tree.leaves(params["embed"])[0].sharding
         logits, cache, context = jax.device_put((logits, cache, context), here)
     at = 0
     for bucket in prefill_chunks(width):
@@ -143,6 +149,21 @@ def read_prompts(
                 scoring.logits.append(np.asarray(every)[0, : count[0]])
         at += bucket
     return logits, cache, context
+
+
+@functools.cache
+def _cache_bytes(
+    config: TextConfig, rows: int, capacity: int, max_block: int, dtype: DTypeLike, here: Sharding
+) -> Mapping[Any, int]:
+    """Returns what a cache takes of each device: as it lies on a mesh, or without one `here`."""
+    cache = jax.eval_shape(functools.partial(init_cache, config, rows, capacity, max_block, dtype))
+    if isinstance(here, NamedSharding):
+        specs = cache_specs(cache, here.mesh)
+        placed = jax.tree.map(functools.partial(NamedSharding, here.mesh), specs)
+    else:
+        placed = jax.tree.map(lambda _: here, cache)
+    specs = jax.tree.map(lambda a, s: a.update(sharding=s), cache, placed)
+    return device_bytes(jax.tree.leaves(specs))
 
 
 def _features(params: nnx.State, config: Config, prompts: Sequence[Prompt], dtype: DTypeLike):

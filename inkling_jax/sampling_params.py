@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from inkling_jax.errors import InputError
 
 GREEDY_BELOW = 1e-5  # temperatures under it mean the most probable token
+HOTTEST = 3e38  # the sampler divides in float32
 MAX_ALTERNATIVES = 20
 
 _UNSUPPORTED = (
@@ -61,7 +63,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         self._number("max_tokens", int, 1, math.inf)
-        self._number("temperature", float, 0, math.inf)
+        self._number("temperature", float, 0, HOTTEST)
         self._number("top_k", int, 0, math.inf)
         self._number("top_p", float, 0, 1)
         self._number("min_p", float, 0, 1)
@@ -81,12 +83,12 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None:
             return
-        right_kind = _is_int(value) or (kind is float and isinstance(value, float))
-        # an infinite temperature is refused, as a NaN is: both comparisons must hold
-        if not right_kind or not low <= value <= high or math.isinf(value):
+        right_kind = issubclass(type(value), numbers.Integral if kind is int else numbers.Real)
+        if not right_kind or isinstance(value, bool) or not low <= value <= high:
             noun = "a whole number" if kind is int else "a finite number"
             bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
             raise InputError(f"sampling: {name} is {value!r}, it must be {noun} {bounds}")
+        object.__setattr__(self, name, kind(value))
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> Self:
@@ -115,7 +117,7 @@ class SamplingParams:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ exchange that each of them reaches, and the others stop with a sentence that nam
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 
@@ -23,9 +24,9 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 def join_hosts(timeout: int = 120) -> None:
     """Joins the processes that the environment names, before JAX looks for devices.
 
-    Without `JAX_COORDINATOR_ADDRESS` (host:port of process 0), and where `jax.distributed` is
-    initialised already, nothing happens. Else `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` say how many
-    processes there are and which one this is.
+    `JAX_COORDINATOR_ADDRESS` is host:port of process 0, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`
+    say how many processes there are and which one this is. Without all three, and where
+    `jax.distributed` is initialised already, nothing happens.
 
     Args:
       timeout: seconds to wait for the others.
@@ -33,10 +34,14 @@ def join_hosts(timeout: int = 120) -> None:
     Raises:
       MeshError: a variable is missing or wrong, or the others do not come.
     """
-    address = os.environ.get(ADDRESS)
-    if address is None or jax.distributed.is_initialized():
+    address, count, index = (os.environ.get(name, "") for name in (ADDRESS, COUNT, INDEX))
+    if not (address or count or index) or jax.distributed.is_initialized():
         return
-    count, index = (os.environ.get(name, "") for name in (COUNT, INDEX))
+    if not address:
+        raise MeshError(
+            f"{COUNT} is {count!r} and {INDEX} is {index!r}, so {ADDRESS} must be host:port of "
+            "process 0, but it is missing"
+        )
     if not (count.isdecimal() and index.isdecimal() and int(index) < int(count)):
         raise MeshError(
             f"{ADDRESS} is set, so {COUNT} must be the number of processes and {INDEX} this one's, "
@@ -46,6 +51,21 @@ def join_hosts(timeout: int = 120) -> None:
     jax.distributed.initialize(
         address, int(count), int(index), cluster_detection_method="deactivate"
     )
+
+
+def first_process_prints() -> None:
+    """Leaves standard output to process 0 of those that the environment names, and to it alone.
+
+    Every process comes to the same result. Descriptor 1 becomes standard error for good, as Gloo
+    writes a line to it whenever processes meet, also later.
+    """
+    if not os.environ.get(ADDRESS):
+        return
+    sys.stdout.flush()
+    first = os.environ.get(INDEX) == "0"
+    target = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = os.fdopen(target, "w", encoding=sys.stdout.encoding)
+    os.dup2(2, 1)
 
 
 def _meet(address: str, count: int, index: int, deadline: float) -> None:

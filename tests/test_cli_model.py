@@ -17,7 +17,7 @@ from PIL import Image
 import inkling_jax as ij
 from checkpoints.safetensors_writer import write_published
 from inkling_jax import cli
-from inkling_jax.commands import demo
+from inkling_jax.commands import chat, demo, generate
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 TEXT = dataclasses.replace(
@@ -199,16 +199,37 @@ def test_chat_answers_every_line(inkling, monkeypatch, capsys):
     assert capsys.readouterr().out == first["text"] + "\n"
 
 
+def typed(lines):
+    """Standard input with these lines, as on a terminal."""
+    terminal = io.StringIO(lines)
+    terminal.isatty = lambda: True
+    return terminal
+
+
 def test_pictures_wait_for_a_message_that_is_answered(inkling, monkeypatch, capsys):
     command = ["chat", "--model", "model", "--image", "picture.png", "--context", "128", *GREEDY]
     answers = []
     for lines in ("Hi\n", f"{'too long ' * 99}\nHi\n"):
-        typed = io.StringIO(lines)
-        typed.isatty = lambda: True
-        monkeypatch.setattr("sys.stdin", typed)
+        monkeypatch.setattr("sys.stdin", typed(lines))
         assert cli.main([*command, "--json"]) == 0
         answers.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert answers[0] == answers[1]
+
+
+def test_an_interrupt_ends_a_reply_and_not_the_chat(inkling, monkeypatch, capsys):
+    def interrupted(pieces):
+        monkeypatch.setattr(chat, "show", generate.show)
+        next(iter(pieces))
+        raise KeyboardInterrupt
+
+    command = ["chat", "--model", "model", *GREEDY]
+    monkeypatch.setattr("sys.stdin", typed("Hi\n"))
+    assert cli.main(command) == 0
+    answer = capsys.readouterr().out
+    monkeypatch.setattr(chat, "show", interrupted)
+    monkeypatch.setattr("sys.stdin", typed("And?\nHi\n"))
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == answer
 
 
 def test_a_converted_model_answers_the_same(inkling, folder):
@@ -230,6 +251,13 @@ def test_demo_answers_and_tells_where_the_picture_is(inkling, folder, monkeypatc
     out = capsys.readouterr().out
     assert all(result[kind]["text"] in out for kind in ("text", "picture"))
     assert result["picture"]["path"] in out
+
+
+def test_demo_leaves_nothing_that_nobody_asked_to_keep(inkling, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "SHIPPED", folder / "model")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert inkling("demo")["model"].startswith(str(tmp_path))
+    assert not list(tmp_path.glob("inkling-jax-demo-*"))
 
 
 def test_inspect_counts_what_the_files_hold(inkling, folder, capsys):

@@ -109,11 +109,12 @@ def test_rounds_are_summed_up():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A directory with a drafter, as of a model, and one without."""
+    """A directory with a drafter, as of a model, one without, and one with an empty one."""
     directory = tmp_path_factory.mktemp("model")
     tensors = published(taught_drafter())
     write_published(directory / "drafter", tensors.items(), config_json(DRAFTER))
     (directory / "bare").mkdir()
+    (directory / "half/drafter").mkdir(parents=True)
     return directory
 
 
@@ -128,15 +129,17 @@ def test_the_drafter_that_was_asked_for_is_opened(model):
     assert found is not None and (found.drafts, found.cost) == (3, None)
     assert opened(model, None, None) is None and opened(model, "none", None) is None
     assert opened(model / "bare", "auto", "auto") is None
-    for drafter, tokens, message in [
-        ("auto", 9, "draft-tokens is 9, it must lie in 1…8"),
-        ("none", 4, "draft-tokens is 4, but there is no drafter"),
-        ("auto", "x", "draft-tokens is 'x', it must lie in 1…8"),
-        (5, None, "drafter is 5, it must be a directory"),
-        (model / "absent", None, "cannot be read"),
+    for directory, drafter, tokens, message in [
+        (model, "auto", 9, "draft-tokens is 9, it must lie in 1…8"),
+        (model, "none", 4, "draft-tokens is 4, but there is no drafter"),
+        (model / "bare", "auto", 4, "draft-tokens is 4, but there is no drafter"),
+        (model, "auto", "x", "draft-tokens is 'x', it must lie in 1…8"),
+        (model, 5, None, "drafter is 5, it must be a directory"),
+        (model, model / "absent", None, "cannot be read"),
+        (model / "half", "auto", None, "half/drafter/config.json: cannot be read"),
     ]:
         with pytest.raises(InputError, match=message):
-            opened(model, drafter, tokens)
+            opened(directory, drafter, tokens)
 
 
 def test_without_a_confidence_head_the_whole_block_is_verified(tmp_path):

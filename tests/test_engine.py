@@ -187,7 +187,10 @@ def test_a_request_finds_nothing_of_those_before(engine, monkeypatch):  # CS-07,
     ("prompt", "images", "message"),
     [
         ([], [], "empty"),
-        ([3, -1], [], "token 1 of the prompt is -1, ids go from 0 to 42"),
+        ([3, -1], [], "token 1 of the prompt is -1, ids are whole numbers from 0 to 42"),
+        ([1.5], [], "token 0 of the prompt is 1.5"),
+        (np.array([5.0, 6.0]), [], "token 0 of the prompt is 5.0"),
+        ([3, True], [], "token 1 of the prompt is True"),
         ([43], [], "43"),
         ([47], [], "47"),
         (list(range(40)) * 2, [], "80 tokens"),
@@ -238,12 +241,19 @@ def test_the_longest_prompt_that_fits_is_served(engine):
         engine.generate([[1] * 63], dataclasses.replace(GREEDY, max_tokens=2))
 
 
-def test_logits_that_are_not_finite_are_an_error():
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(engine, monkeypatch):
+    monkeypatch.setattr(reading, "_init_cache", lambda *_: pytest.fail("allocated"))
+    needs = r"a cache of 1 x 10{12} tokens: needs \d+\.\d\d GB on .*, \d+\.\d\d GB are free"
+    with pytest.raises(ij.InputError, match=needs):
+        dataclasses.replace(engine, context=10**12).generate([PROMPTS[0]], GREEDY)
+
+
+def test_logits_that_are_not_finite_are_blamed_on_the_checkpoint():
     flat = dict(nnx.to_flat_state(tiny_params()))
     norm = flat[("norm", "weight")]
     flat[("norm", "weight")] = norm.replace(norm.get_value().at[0].set(jnp.nan))
     broken = Engine(nnx.from_flat_state(list(flat.items())), TINY, context=64)
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(ij.InputError, match="not finite after 0 tokens; check that weights"):
         broken.generate([PROMPTS[0]], GREEDY)
 
 

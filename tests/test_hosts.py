@@ -1,5 +1,6 @@
 """Processes that work as one: they meet, agree, and fail together."""
 
+import json
 import os
 import shutil
 import socket
@@ -39,8 +40,11 @@ greedy = ij.SamplingParams(temperature=0.0, max_tokens=len(expected["greedy.toke
 prompt, tokens = (expected["greedy." + name].tolist() for name in ("prompt", "tokens"))
 print(model.generate([prompt], greedy)[0].token_ids == tokens)
 """
-
-
+COMMAND = """
+import sys
+from inkling_jax.cli import main
+sys.exit(main(sys.argv[1].split()))
+"""
 LOAD = """
 import sys
 import inkling_jax as ij
@@ -58,7 +62,7 @@ def free_address():
 
 
 def run_two(code, *arguments):
-    """Runs code in two processes of one device each, and returns what they print."""
+    """Runs code in two processes of one device each, and returns the lines that each prints."""
     settings = {
         "JAX_COORDINATOR_ADDRESS": free_address(),
         "JAX_NUM_PROCESSES": "2",
@@ -76,8 +80,7 @@ def run_two(code, *arguments):
         )
         for index, argument in enumerate(arguments)
     ]
-    printed = [process.communicate(timeout=200)[0].splitlines() for process in processes]
-    return [[line for line in lines if "Gloo" not in line][-1] for lines in printed]
+    return [process.communicate(timeout=200)[0].splitlines() for process in processes]
 
 
 @pytest.mark.parametrize(
@@ -89,12 +92,21 @@ def run_two(code, *arguments):
 )
 def test_processes_that_differ_stop_together(arguments, says):
     for printed, sentence in zip(run_two(AGREE, *arguments), says, strict=True):
-        assert printed.startswith(sentence)
+        assert printed[-1].startswith(sentence)
 
 
 @pytest.mark.long
 def test_two_processes_give_the_text_of_one():
-    assert run_two(ANSWER, str(SMALL), str(SMALL)) == ["True", "True"]
+    assert [printed[-1] for printed in run_two(ANSWER, str(SMALL), str(SMALL))] == ["True"] * 2
+
+
+@pytest.mark.long
+def test_the_first_process_alone_prints_the_result(tmp_path):
+    (tmp_path / "tokens.json").write_text("[5, 6, 7, 8]")
+    command = f"score --json --mesh tp=2 --model {SMALL}/checkpoint --tokens {tmp_path}/tokens.json"
+    [result], nothing = run_two(COMMAND, command, command)
+    assert len(json.loads(result)["logprobs"]) == 3
+    assert not nothing
 
 
 @pytest.mark.long
@@ -107,7 +119,7 @@ def test_two_processes_give_the_text_of_one():
 )
 def test_two_processes_refuse_a_mesh_alike(case, mesh, says):
     for printed in run_two(LOAD, *[f"{ROOT}/tests/fixtures/{case}/checkpoint {mesh}"] * 2):
-        assert says in printed
+        assert says in printed[-1]
 
 
 @pytest.mark.long
@@ -115,8 +127,8 @@ def test_a_file_that_one_process_lacks_stops_both(tmp_path):
     lacking = shutil.copytree(SMALL / "checkpoint", tmp_path / "checkpoint")
     (lacking / "model.safetensors").unlink()
     found = run_two(LOAD, f"{SMALL}/checkpoint tp=2", f"{lacking} tp=2")
-    assert found[0].startswith("loading failed in processes [1]")
-    assert "model.safetensors" in found[1]
+    assert found[0][-1].startswith("loading failed in processes [1]")
+    assert "model.safetensors" in found[1][-1]
 
 
 @pytest.mark.parametrize(
@@ -133,4 +145,12 @@ def test_a_process_alone_does_not_wait_for_ever(monkeypatch, count, index, says)
     monkeypatch.setenv("JAX_NUM_PROCESSES", count)
     monkeypatch.setenv("JAX_PROCESS_ID", index)
     with pytest.raises(MeshError, match=says):
+        join_hosts(1)
+
+
+@pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+def test_processes_without_an_address_are_refused(monkeypatch, name):
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(MeshError, match="JAX_COORDINATOR_ADDRESS must be host:port"):
         join_hosts(1)

@@ -30,7 +30,7 @@ ROWS = (
     {"config_fields"},
     {"config"},
     {"sampling_params", "drafter_config", "messages", "streaming"},
-    {"quant", "cache", "widths", "images", "text"},
+    {"quant", "cache", "memory", "widths", "images", "text"},
     {"kernel_choice", "reply", "prompts"},
     {"ops"},
     {"layers", "sampling"},

@@ -12,7 +12,7 @@ from flax import nnx
 from helpers_checkpoints import TINY, tensors, write_shards
 
 import inkling_jax as ij
-from inkling_jax import loading
+from inkling_jax import loading, memory
 from inkling_jax.errors import InputError
 from inkling_jax.inspection import inspect
 from inkling_jax.loading import checkpoint_params, convert, load_params
@@ -134,14 +134,14 @@ def test_each_device_reads_its_part_only(source, monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(source, monkeypatch):
-    monkeypatch.setattr(loading, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 100_000)
     monkeypatch.setattr(loading, "_place", lambda *_: pytest.fail("allocated"))
     with pytest.raises(InputError, match=r"needs 0\.\d\d GB on .*, 0\.00 GB are free"):
         load_params(source, TINY)
 
 
 def test_free_memory_of_the_host_is_known():
-    assert 1 << 20 < loading.free_memory(jax.devices("cpu")[0]) < 1 << 50
+    assert 1 << 20 < memory.free_memory(jax.devices("cpu")[0]) < 1 << 50
 
 
 def test_a_checkpoint_of_another_configuration(source, converted):

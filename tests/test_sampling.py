@@ -235,7 +235,7 @@ def test_equal_distributions_accept_everything():
 
 
 BAD_OPTIONS = [
-    *({"temperature": t} for t in (-0.1, float("nan"), float("inf"), "1", True)),
+    *({"temperature": t} for t in (-0.1, float("nan"), float("inf"), 1e300, "1", True)),
     *({"top_k": k} for k in (-1, 2.0)),
     *({"top_p": p} for p in (1.1, -0.1, float("nan"))),
     *({"min_p": p} for p in (2, -1)),
@@ -252,6 +252,11 @@ def test_bad_options_are_refused_by_name(options):  # AP-01, AP-02
     (name,) = options
     with pytest.raises(InputError, match=name):
         SamplingParams(**options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    of_numpy = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint8(7))
+    assert repr(of_numpy) == repr(SamplingParams(temperature=0.5, top_k=3, seed=7))
 
 
 def test_arguments_override_the_generation_config():

@@ -39,6 +39,12 @@ def run(args: argparse.Namespace) -> None:
         stream = model.stream(messages, sampling, images=pictures, effort=args.effort)
         try:
             text = _answer(stream, args.json)
+        except KeyboardInterrupt:  # ends the reply alone: without it, its question is forgotten too
+            if not terminal:
+                raise
+            print(file=sys.stderr)
+            messages.pop()
+            continue
         except ij.InputError as e:
             if not terminal:
                 raise

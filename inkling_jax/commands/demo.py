@@ -16,17 +16,25 @@ PICTURE_QUESTION = "What is in the picture?"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds where the results go."""
     parser.add_argument(
-        "--out", metavar="DIR", help="for the converted model and the picture (default: temporary)"
+        "--out",
+        metavar="DIR",
+        help="keep the converted model and the picture here (default: remove them)",
     )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns both questions with their answers, and where model and picture lie."""
-    out = Path(args.out or tempfile.mkdtemp(prefix="inkling-jax-demo-"))
+    """Returns both questions with their answers, and where model and picture were put."""
+    if args.out:
+        return _show(Path(args.out), args.json)
+    with tempfile.TemporaryDirectory(prefix="inkling-jax-demo-") as out:
+        return _show(Path(out), args.json)
+
+
+def _show(out: Path, quiet: bool) -> dict[str, Any]:
     target, picture = out / "model", out / "picture.png"
-    ij.convert(SHIPPED, target, progress=not args.json)
+    ij.convert(SHIPPED, target, progress=not quiet)
     draw(picture)
-    say = (lambda *_: None) if args.json else print
+    say = (lambda *_: None) if quiet else print
     say(f"converted {SHIPPED} to {target}\n")
 
     model = ij.load(target)

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import inkling_jax as ij
+from sharding.hosts import first_process_prints
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +97,9 @@ def sampling_params(args: argparse.Namespace, **more: Any) -> Any:
 
 
 def load_model(args: argparse.Namespace) -> Any:
-    """Returns the model that the flags name, ready to run."""
+    """Returns the model that the flags name, ready to run; from here on one process prints."""
+    if args.mesh is not None:
+        first_process_prints()
     dtype = None if args.dtype == "auto" else args.dtype
     options = {
         name: getattr(args, name) for name in ("drafter", "draft_tokens") if hasattr(args, name)
