@@ -6,7 +6,6 @@ import pathlib
 from typing import Any
 
 import inkling_jax as ij
-from sharding.hosts import first_process_prints
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +98,8 @@ def sampling_params(args: argparse.Namespace, **more: Any) -> Any:
 def load_model(args: argparse.Namespace) -> Any:
     """Returns the model that the flags name, ready to run; from here on one process prints."""
     if args.mesh is not None:
+        from sharding.hosts import first_process_prints  # imports JAX, which --help can do without
+
         first_process_prints()
     dtype = None if args.dtype == "auto" else args.dtype
     options = {
