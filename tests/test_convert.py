@@ -31,8 +31,8 @@ TEXTS = ("generation_config.json", "tokenizer.json", "chat_template.jinja")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     directory = write_shards(tmp_path_factory.mktemp("published"))
-    for name in TEXTS:
-        (directory / name).write_text(f"the {name}\n")
+    (directory / "generation_config.json").write_text("{}")
+    (directory / "chat_template.jinja").write_text("a template\n")
     (directory / "drafter").mkdir()
     (directory / "drafter/model.safetensors").write_bytes(b"weights of a drafter")
     (directory / "optimizer.bin").write_bytes(b"not ours")
@@ -74,7 +74,7 @@ def test_the_directory_is_complete(source, converted):
     names = {file.name for file in converted.iterdir()}
     assert names == {"config.json", *TEXTS, "drafter", "manifest.json", "params"}
     assert is_converted(converted) and not is_converted(source)
-    assert (converted / "tokenizer.json").read_text() == "the tokenizer.json\n"
+    assert (converted / "chat_template.jinja").read_text() == "a template\n"
     manifest = json.loads((converted / "manifest.json").read_text())
     assert manifest["arrays"].keys() == {orbax_store.array_name(x.path) for x in leaves_of(source)}
     w2 = manifest["arrays"]["layers.0.moe.w2.values"]
@@ -278,11 +278,10 @@ def start(source, target):
     """Starts a conversion in a process of its own."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from checkpoints.convert import convert; from helpers_checkpoints import TINY, expected\n"
-        "convert(Path(sys.argv[1]), Path(sys.argv[2]), expected(TINY))"
+        "from inkling_jax.loading import convert\n"
+        "convert(Path(sys.argv[1]), Path(sys.argv[2]))"
     )
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     return subprocess.Popen(
         [sys.executable, "-c", code, str(source), str(target)],
         env=environment,
