@@ -166,7 +166,7 @@ class Config:
             raise InputError(f"config: model_type is {raw.get('model_type')!r}, not 'inkling2'")
         for name in ("text_config", "vision_config"):
             if name not in raw:
-                raise InputError(f"config: {name} is missing")
+                raise InputError(f"config: {name} is missing, it must be a JSON object")
         text, vision = (section(raw, name) for name in ("text_config", "vision_config"))
         if isinstance(eos := text.get("eos_token_id"), int):
             text["eos_token_id"] = (eos,)

@@ -72,8 +72,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temp", type=float, metavar="T", help="temperature, 0 is greedy")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest that make up P")
-    group.add_argument("--min-p", type=float, metavar="P", help="of the likeliest's probability")
-    group.add_argument("--seed", type=int, metavar="N", help="the same text again")
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="keep what has P times the highest probability"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="a text that can be had again")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable"
     )
