@@ -64,7 +64,7 @@ class DecoderLayer(nnx.Module):
         """Steps 1 and 2; layer 0 has none, it reads the embedding."""
         assert self.attn_query is not None
         query, norms = jnp.atleast_2d(self.attn_query[...]), self.attn_norms
-        return Reader(query, norms, self.attn.wq[...].dtype)
+        return Reader(query, norms, (self.attn.wq[...].dtype,))
 
     def __call__(
         self,
@@ -90,19 +90,20 @@ class DecoderLayer(nnx.Module):
         Returns:
           The new residual, what `following` reads off it, the new cache.
         """
-        where, dtype = (start, count, collectives), self.attn.wq[...].dtype
+        where = (start, count, collectives)
         with jax.named_scope("attention"):
             inputs = tuple(collectives.gather_tokens(z) for z in inputs)
             z_q, z_k, z_v = inputs * 3 if self.sliding else inputs
             a, cache = self.attn(z_q, z_k, z_v, cache, *where)
-            reader = Reader(self.mlp_query[...][None], (self.mlp_norm,), jnp.float32)
+            dtypes = (jnp.float32, self.attn.wq[...].dtype)
+            reader = Reader(self.mlp_query[...][None], (self.mlp_norm,), dtypes)
             if self.starts_block:
                 residual = residual.finish_block()
-            residual, (z,), attn_state = advance(
+            residual, (z, rounded), attn_state = advance(
                 residual, a, collectives.tp, self.attn_conv, cache.conv.attn, reader, *where
             )
         with jax.named_scope("moe"):
-            m = self.moe(z, dtype, count, experts, collectives)
+            m = self.moe(z, rounded, count, experts, collectives)
             axes = collectives.ep + collectives.tp
             residual, inputs, mlp_state = advance(
                 residual, m, axes, self.mlp_conv, cache.conv.mlp, following, *where
@@ -247,7 +248,7 @@ def _forward(
             x = jnp.where((image_index >= 0)[..., None], image, x)
     residual, outputs, layers = Residual.start(x), {-1: x}, []
     inputs = tuple(norm(x, weight.dtype) for norm in model.layers[0].attn_norms)
-    final = Reader(model.output_query[...][None], (model.norm,), weight.dtype)
+    final = Reader(model.output_query[...][None], (model.norm,), (weight.dtype,))
     readers = [*(layer.attn_reader for layer in model.layers[1:]), final]
     for i, (layer, following) in enumerate(zip(model.layers, readers, strict=True)):
         with jax.named_scope(f"layer_{i}"):
