@@ -51,7 +51,7 @@ class DecoderLayer(nnx.Module):
         """Steps 1 and 2; layer 0 has none, it reads the embedding."""
         assert self.attn_query is not None
         query, norms = jnp.atleast_2d(self.attn_query[...]), self.attn_norms
-        return Reader(query, norms, self.attn.wq[...].dtype)
+        return Reader(query, norms, (self.attn.wq[...].dtype,))
 
     def __call__(
         self,
@@ -77,19 +77,20 @@ class DecoderLayer(nnx.Module):
         Returns:
           The new residual, what `following` reads off it, the new cache.
         """
-        where, dtype = (start, count, collectives), self.attn.wq[...].dtype
+        where = (start, count, collectives)
         with jax.named_scope("attention"):
             inputs = tuple(collectives.gather_tokens(z) for z in inputs)
             z_q, z_k, z_v = inputs * 3 if self.sliding else inputs
             a, cache = self.attn(z_q, z_k, z_v, cache, *where)
-            reader = Reader(self.mlp_query[...][None], (self.mlp_norm,), jnp.float32)
+            dtypes = (jnp.float32, self.attn.wq[...].dtype)
+            reader = Reader(self.mlp_query[...][None], (self.mlp_norm,), dtypes)
             if self.starts_block:
                 residual = residual.finish_block()
-            residual, (z,), attn_state = advance(
+            residual, (z, rounded), attn_state = advance(
                 residual, a, collectives.tp, self.attn_conv, cache.conv.attn, reader, *where
             )
         with jax.named_scope("moe"):
-            m = self.moe(z, dtype, count, experts, collectives)
+            m = self.moe(z, rounded, count, experts, collectives)
             axes = collectives.ep + collectives.tp
             residual, inputs, mlp_state = advance(
                 residual, m, axes, self.mlp_conv, cache.conv.mlp, following, *where

@@ -166,7 +166,7 @@ def _forward(
             x = jnp.where((image_index >= 0)[..., None], image, x)
     residual, outputs, layers = Residual.start(x), {-1: x}, []
     inputs = tuple(norm(x, weight.dtype) for norm in model.layers[0].attn_norms)
-    final = Reader(model.output_query[...][None], (model.norm,), weight.dtype)
+    final = Reader(model.output_query[...][None], (model.norm,), (weight.dtype,))
     readers = [*(layer.attn_reader for layer in model.layers[1:]), final]
     for i, (layer, following) in enumerate(zip(model.layers, readers, strict=True)):
         with jax.named_scope(f"layer_{i}"):

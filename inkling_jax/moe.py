@@ -20,7 +20,7 @@ GATHER_PICKS = 64  # up to here each pick fetches its expert; beyond, tokens are
 ROWS_PER_BLOCK = 64
 
 
-Experts = Callable[..., Float[Array, "N D"]]  # computes routed experts as `experts` below does
+Experts = Callable[..., Float[Array, "N *k D"]]  # computes routed experts as `experts` below does
 
 
 class Moe(nnx.Module):
@@ -41,20 +41,23 @@ class Moe(nnx.Module):
     def __call__(
         self,
         z: Float[Array, "B t D"],
-        dtype: DTypeLike,
+        rounded: Float[Array, "B t D"],
         count: Int[Array, " B"],
         experts: Experts,
         collectives: Collectives,
-    ) -> Float[Array, "B T D"]:
+    ) -> Float[Array, "B T *k D"]:
         """Returns the device's share of the weighted sum of each real token's experts, float32.
 
+        Where the router's kernel has made the plan, the k summands instead; those of padding may
+        hold anything.
+
         Args:
-          z: the device's own tokens. The router reads them as they are; the experts read all of
-            them in `dtype`.
+          z: the device's own tokens, as the router reads them.
+          rounded: the same in the dtype of products, for the experts.
           count: how many tokens of each row are real; padding gives zeros.
         """
         config = self.config
-        every = collectives.gather_tokens(z.astype(dtype))
+        every = collectives.gather_tokens(rounded)
         flat = every.reshape(-1, z.shape[-1])
         real = (jnp.arange(every.shape[1]) < count[:, None]).reshape(-1)
         w13, w2 = self.w13.get_value(), self.w2.get_value()
@@ -73,7 +76,8 @@ class Moe(nnx.Module):
             weights = jnp.where(real[:, None], weights, 0.0)
         caps = (config.mlp_gate_softcap, config.mlp_up_softcap)
         own = collectives.own_experts(experts)
-        return own(flat, picks, weights, w13, w2, *caps).reshape(every.shape)
+        y = own(flat, picks, weights, w13, w2, *caps)
+        return y.reshape(*every.shape[:2], *y.shape[1:])
 
 
 def route(
@@ -109,11 +113,12 @@ def experts(
     gate_cap: float,
     up_cap: float,
     plan: Plan | None = None,
-) -> Float[Array, "N D"]:
+) -> Float[Array, "N *k D"]:
     """Returns Σ_k weights · expert_picks(z) per token in float32; a pick of n is no expert.
 
-    Packed experts are dequantized as they are used, never all at once. `plan` is that of the picks,
-    for the kernel, where the router has made it.
+    Packed experts are dequantized as they are used, never all at once. With the `plan` of the
+    picks, where the router's kernel has made it, the kernel leaves the sum to what follows: its k
+    summands hold anything in tokens that pick no expert.
     """
     if ops.takes_experts(z, w13, w2):
         return ops.experts(z, picks, weights, w13, w2, gate_cap, up_cap, plan)

@@ -45,7 +45,9 @@ MAX_QUERIES = 8  # longer calls are prefill
 
 # Kernels, which `pallas_kernels` documents, jitted: tracing and lowering them is slow, and so done
 # once for layers of the same shapes.
-_moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=("gate_softcap", "up_softcap"))
+_CAPS = ("gate_softcap", "up_softcap")
+_moe_experts = jax.jit(moe_experts.moe_experts, static_argnames=_CAPS)
+_moe_experts_slots = jax.jit(moe_experts.moe_experts_slots, static_argnames=_CAPS)
 route = jax.jit(router.route, static_argnames=("k", "scale"))
 _project = jax.jit(projections.project)
 _OF_QKV = ("qk_threshold", "rel_threshold", "eps", "log_scaling")
@@ -54,7 +56,7 @@ prepare_long = jax.jit(qkv_prep.qkv_prep_long, static_argnames=(*_OF_QKV, "dtype
 attend = jax.jit(rel_attention_decode.rel_attention_decode, static_argnames="window")
 attend_prefill = jax.jit(rel_attention_prefill.rel_attention_prefill, static_argnames="window")
 attend_draft = jax.jit(draft_attention.draft_attention, static_argnames=("layer", "eps"))
-_OF_MIX = ("dtype", "eps", "norm_eps")
+_OF_MIX = ("dtypes", "eps", "norm_eps")
 _conv_mix = jax.jit(conv_mix_kernel.conv_mix, static_argnames=_OF_MIX)
 _allreduce_conv_mix = jax.jit(
     allreduce_conv_mix_kernel.allreduce_conv_mix, static_argnames=("axes", *_OF_MIX)
@@ -106,10 +108,13 @@ def experts(
     gate_cap: float,
     up_cap: float,
     plan: Plan | None,
-) -> Float[Array, "N D"]:
-    """`moe.experts` by a kernel; a plan is for few tokens."""
+) -> Float[Array, "N *k D"]:
+    """`moe.experts` by a kernel."""
     assert isinstance(w13, PackedExperts) and isinstance(w2, PackedExperts)
-    return _moe_experts(z, picks, weights, w13, w2, plan, gate_softcap=gate_cap, up_softcap=up_cap)
+    caps = {"gate_softcap": gate_cap, "up_softcap": up_cap}
+    if plan is None:
+        return _moe_experts(z, picks, weights, w13, w2, **caps)
+    return _moe_experts_slots(z, weights, plan, w13, w2, **caps)
 
 
 def takes_router(z: Float[Array, "N D"], w13: Weights, w2: Weights, k: int) -> bool:
@@ -223,14 +228,14 @@ def takes_sampling(vocabulary: int) -> bool:
 
 
 def takes_mix(
-    u: Float[Array, "B T D"],
+    u: Float[Array, "B T *n D"],
     axes: tuple[str, ...],
     blocks: tuple[Float[Array, "B T D"], ...],
     weight: Float[Array, "D c"],
     state: Float[Array, "B S D"],
 ) -> bool:
     """Tells whether a kernel ends a sublayer of so few tokens, above these finished blocks."""
-    batch, tokens, hidden = u.shape
+    batch, tokens, *_, hidden = u.shape
     if not _few(u, weight, state):
         return False
     takes = choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
@@ -256,7 +261,7 @@ def _few(u, weight, state) -> bool:
 
 
 def conv_mix(
-    u: Float[Array, "B T D"],
+    u: Float[Array, "B T *n D"],
     axes: tuple[str, ...],
     partial: Float[Array, "B T D"] | None,
     blocks: tuple[Float[Array, "B T D"], ...],
@@ -268,13 +273,13 @@ def conv_mix(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
     *,
-    dtype: DTypeLike,
+    dtypes: tuple[DTypeLike, ...],
     eps: float,
     norm_eps: float,
 ) -> ConvMix:
     """`residual.advance` by a kernel of what is added up over `axes`, in front of it or within.
 
-    `partial` is None where a block starts.
+    `partial` is None where a block starts; `u` is in summands only where there are no axes.
     """
     run = _conv_mix
     if axes:
@@ -286,5 +291,5 @@ def conv_mix(
             u = jax.lax.psum(u, axes)
     return run(
         u, partial, blocks, scales, queries, norms, weight, state, start, count,
-        dtype=dtype, eps=eps, norm_eps=norm_eps,
+        dtypes=dtypes, eps=eps, norm_eps=norm_eps,
     )  # fmt: skip

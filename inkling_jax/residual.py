@@ -52,11 +52,11 @@ class Residual:
 
 
 class Reader(NamedTuple):
-    """What reads the residual: queries, the norms of what they mix, and the dtype of the result."""
+    """What reads the residual: queries, the norms of what they mix, the dtypes of each result."""
 
     queries: Float[Array, "n D"]
     norms: tuple[RMSNorm, ...]
-    dtype: DTypeLike
+    dtypes: tuple[DTypeLike, ...]
 
 
 def mix(query: Float[Array, "*n D"], residual: Residual) -> Float[Array, "*n B T D"]:
@@ -74,7 +74,7 @@ def mix(query: Float[Array, "*n D"], residual: Residual) -> Float[Array, "*n B T
 
 def advance(
     residual: Residual,
-    u: Float[Array, "B U D"],
+    u: Float[Array, "B U *n D"],
     axes: tuple[str, ...],
     conv: ShortConv,
     state: Float[Array, "B S D"],
@@ -86,22 +86,27 @@ def advance(
     """Ends a sublayer: convolves its output, adds it to the residual and reads what follows.
 
     Args:
-      u: the device's share of the sublayer's output, float32, of all tokens.
+      u: the device's share of the sublayer's output, float32, of all tokens; or n summands of it,
+        of which those of padding may hold anything.
       axes: mesh axes over which the shares add up.
       conv: its convolution, whose `state` has the tokens before the call.
       reader: what follows.
       start, count: row b has `count[b]` real tokens from position `start[b]` on.
 
     Returns:
-      The new residual; the inputs of what follows, one per query; the state.
+      The new residual; the inputs of what follows, one per query and dtype; the state.
     """
     blocks, partial, weight = residual.blocks, residual.partial, conv.weight[...]
     scales = residual.scales[: len(blocks)]
     norms = tuple(norm.weight[...] for norm in reader.norms)
     mixing = (partial, blocks, scales, reader.queries, norms, weight)
-    options = {"dtype": reader.dtype, "eps": EPS, "norm_eps": reader.norms[0].eps}
+    options = {"dtypes": reader.dtypes, "eps": EPS, "norm_eps": reader.norms[0].eps}
     split = bool(collectives.sp)
-    if not split and ops.takes_mix(u, axes, blocks, weight, state):
+    few = not split and ops.takes_mix(u, axes, blocks, weight, state)
+    if u.ndim == 4 and (axes or not few):
+        real = jnp.arange(u.shape[1]) < count[:, None]
+        u = jnp.where(real[..., None], u.sum(axis=2), 0)
+    if few:
         inputs, partial, scale, state = ops.conv_mix(
             u, axes, *mixing, state, start, count, **options
         )
@@ -116,8 +121,9 @@ def advance(
     partial = y if partial is None else partial + y
     residual = Residual(blocks, partial, (*scales, _inverse_rms(partial)))
     mixed = mix(reader.queries, residual)
-    inputs = (norm(h, reader.dtype) for norm, h in zip(reader.norms, mixed, strict=True))
-    return residual, tuple(inputs), state
+    pairs = zip(reader.norms, mixed, strict=True)
+    inputs = tuple(norm(h, dtype) for norm, h in pairs for dtype in reader.dtypes)
+    return residual, inputs, state
 
 
 def _inverse_rms(x: Float[Array, "B T D"]) -> Float[Array, "B T"]:

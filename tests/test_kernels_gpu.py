@@ -194,7 +194,7 @@ def test_conv_mix(tokens, queries, dtype):
     inputs["state"] = jnp.resize(inputs["state"], (2, tokens + 3, width))
     if tokens == 17:
         inputs["partial"] = None  # a block starts
-    options = {"start": start, "lengths": lengths, "dtype": dtype, **mixing.EPS}
+    options = {"start": start, "lengths": lengths, "dtypes": (dtype,), **mixing.EPS}
     valid = np.arange(tokens) < np.array(lengths)[:, None]
     expected = conv_mix_reference.conv_mix(**inputs, **options)
     inputs["u"] = jnp.where(valid[..., None], inputs["u"], jnp.nan)
@@ -211,7 +211,7 @@ def test_conv_mix_long(tokens, queries):
     width, blocks = mixing_sizes.HIDDEN, mixing_sizes.BLOCKS
     inputs = mixing.make_inputs(fresh_seed(), 1, tokens, queries, blocks, jnp.bfloat16, width)
     inputs["before"] = inputs.pop("state")[:, : mixing.TAPS - 1]
-    options = {"dtype": jnp.bfloat16, **mixing.EPS}
+    options = {"dtypes": (jnp.bfloat16,), **mixing.EPS}
     valid = np.arange(tokens) < tokens - 2
     expected = jax.jit(lambda given: conv_mix_reference.conv_mix_long(**given, **options))(inputs)
     inputs["u"] = jnp.where(valid[:, None], inputs["u"], jnp.nan)

@@ -1,7 +1,12 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from inkling_jax.residual import Residual, mix
+from inkling_jax.layers import RMSNorm
+from inkling_jax.residual import Reader, Residual, advance, mix
+from inkling_jax.short_conv import ShortConv
+from sharding.collectives import ALONE
 
 
 def sources(n):
@@ -35,3 +40,19 @@ def test_several_queries_give_several_mixes():
     together = mix(queries, residual(*x))
     for i in range(3):
         np.testing.assert_allclose(together[i], mix(queries[i], residual(*x)), atol=1e-6)
+
+
+def test_a_sublayer_may_give_summands_of_which_those_of_padding_hold_anything():
+    draw = np.random.default_rng(3).normal
+    x, _ = sources(2)
+    conv, norm = ShortConv((8,), ("embed",), 4), RMSNorm(8, 1e-6, jnp.float32)
+    conv.weight = nnx.Param(jnp.asarray(draw(size=(8, 4)), jnp.float32))
+    norm.weight = nnx.Param(jnp.ones(8))
+    reader = Reader(jnp.ones((1, 8)), (norm,), (jnp.float32, jnp.bfloat16))
+    where = (conv, jnp.zeros((1, 6, 8)), reader, jnp.array([2]), jnp.array([2]), ALONE)
+    u = jnp.asarray(draw(size=(1, 3, 4, 8)), jnp.float32).at[:, 2].set(0)
+    expected = advance(residual(*x), u.sum(axis=2), (), *where)
+    found = advance(residual(*x), u.at[:, 2].set(jnp.nan), (), *where)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [z.dtype for z in found[1]] == [jnp.float32, jnp.bfloat16]

@@ -26,7 +26,7 @@ class ConvMix(NamedTuple):
     """What a sublayer leaves behind.
 
     Attributes:
-      z: normed inputs of what follows, one [B, T, D] per query.
+      z: normed inputs of what follows, [B, T, D] for each query in each dtype.
       partial: float32 [B, T, D] running sum of the block.
       scale: float32 [B, T] 1 / rms of `partial`.
       state: float32 [B, S, D] the convolution's ring with the new inputs.
@@ -69,7 +69,7 @@ def conv_mix(
     start: jax.Array,
     lengths: jax.Array,
     *,
-    dtype: DTypeLike,
+    dtypes: Sequence[DTypeLike],
     eps: float,
     norm_eps: float,
     peers: Sequence[str] = (),
@@ -77,11 +77,12 @@ def conv_mix(
 ) -> ConvMix:
     """Convolves a sublayer's output, adds it to the residual and reads the next inputs off it.
 
-    Sources of the mix are the finished blocks and the new partial. What is said of tokens that are
-    not valid means nothing. (Spec: inkling2.md, "Block attention residuals".)
+    Sources of the mix are the finished blocks and the new partial. Tokens that are not valid add
+    nothing to it, whatever u holds; what else is said of them means nothing. (Spec: inkling2.md,
+    "Block attention residuals".)
 
     Args:
-      u: float32 [B, T, D] sublayer output.
+      u: float32 [B, T, D] sublayer output, or [B, T, n, D] its summands.
       partial: float32 [B, T, D] running sum of the block, None where a block starts.
       blocks: finished blocks, float32 [B, T, D] each.
       scales: 1 / rms of each finished block, float32 [B, T], kept from its creation.
@@ -91,7 +92,7 @@ def conv_mix(
       state: float32 [B, S, D] past inputs, position p in slot p % S, S >= c - 1 + T; donated.
       start: int32 [B], position of token 0.
       lengths: int32 [B], valid tokens of a row.
-      dtype: of z.
+      dtypes: in which each z is wanted.
       eps, norm_eps: of the sources' rms, of the norms.
       peers: mesh axes over which `u` is one summand of many; see `allreduce_conv_mix`.
       interpret: `InterpretGPUParams` to run in Pallas' interpreter, without peers.
@@ -99,15 +100,18 @@ def conv_mix(
     Raises:
       ValueError: a shape that the kernel does not take; the value is named.
     """
-    batch, tokens, width = u.shape
+    batch, tokens, *_, width = u.shape
     if reason := unsupported(batch * tokens, width, len(blocks)):
         raise ValueError(f"conv_mix: {reason}")
     if (needed := weight.shape[1] - 1 + tokens) > state.shape[1]:
         raise ValueError(f"conv_mix: the ring has {state.shape[1]} slots, it needs {needed}")
+    summands = u.reshape(batch, tokens, -1, width)
     given = kernel.Operands(
-        start, lengths, tuple(scales), u, weight.T, queries, tuple(norms), tuple(blocks), partial
-    )
-    return ConvMix(*kernel.run(given, state, dtype, eps, norm_eps, tuple(peers), interpret))
+        start, lengths, tuple(scales), summands, weight.T, queries, tuple(norms), tuple(blocks),
+        partial,
+    )  # fmt: skip
+    options = (tuple(dtypes), eps, norm_eps, tuple(peers), interpret)
+    return ConvMix(*kernel.run(given, state, *options))
 
 
 class ConvMixLong(NamedTuple):
@@ -137,7 +141,7 @@ def conv_mix_long(
     norms: Sequence[jax.Array],
     weight: jax.Array,
     *,
-    dtype: DTypeLike,
+    dtypes: Sequence[DTypeLike],
     eps: float,
     norm_eps: float,
     interpret: bool = False,
@@ -157,6 +161,6 @@ def conv_mix_long(
         raise ValueError(f"conv_mix_long: {reason}")
     total = kernel_long.add(partial, u, before, weight.T, interpret)
     z, scale = kernel_long.mix(
-        total, blocks, scales, queries, norms, dtype, eps, norm_eps, interpret
+        total, blocks, scales, queries, norms, dtypes, eps, norm_eps, interpret
     )
     return ConvMixLong(z, total, scale)

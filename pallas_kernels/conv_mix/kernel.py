@@ -29,7 +29,7 @@ PROGRAMS = 8  # of a cluster, at most
 
 
 class Operands(NamedTuple):
-    """What `conv_mix` reads, `weight` as [c, D]; in the kernel, references to the same."""
+    """What `conv_mix` reads, u as [B, T, n, D], weight as [c, D]; in the kernel, references."""
 
     start: Any
     lengths: Any
@@ -48,9 +48,9 @@ def elements(width: int) -> int:
     return vectors // max(n for n in range(1, PROGRAMS + 1) if vectors % n == 0)
 
 
-def run(given: Operands, state, dtype, eps, norm_eps, peers: tuple[str, ...], interpret):
+def run(given: Operands, state, dtypes, eps, norm_eps, peers: tuple[str, ...], interpret):
     """Returns (z, partial, scale, state)."""
-    batch, tokens, width = given.u.shape
+    batch, tokens, _, width = given.u.shape
     sources, queries = len(given.blocks) + 1, len(given.norms)
     programs = width // (THREADS * elements(width))
     if interpret:  # which knows no clusters
@@ -64,7 +64,7 @@ def run(given: Operands, state, dtype, eps, norm_eps, peers: tuple[str, ...], in
         _body(tree.unflatten(operands), ring_ref, out_refs, **options, **scratch)
 
     def out(dtype):
-        return jax.ShapeDtypeStruct(given.u.shape, dtype)
+        return jax.ShapeDtypeStruct((batch, tokens, width), dtype)
 
     scratch: dict[str, Any] = {"done": plgpu.SemaphoreType.REGULAR} if peers else {}
     if programs > 1:
@@ -73,7 +73,7 @@ def run(given: Operands, state, dtype, eps, norm_eps, peers: tuple[str, ...], in
     *z, partial, scale = plgpu.kernel(
         kernel,
         out_type=(
-            *(out(dtype) for _ in given.norms),
+            *(out(dtype) for _ in given.norms for dtype in dtypes),
             out(jnp.float32),
             jax.ShapeDtypeStruct((batch, tokens), jnp.float32),
         ),
@@ -94,7 +94,7 @@ def run(given: Operands, state, dtype, eps, norm_eps, peers: tuple[str, ...], in
 
 def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps, peers):
     *z_refs, partial_ref, scale_ref = out_refs
-    tokens, width = given.u.shape[1:]
+    _, tokens, _, width = given.u.shape
     line, size = lax.axis_index("line"), width // lax.axis_size("slice")
     row, token = lax.div(line, tokens), lax.rem(line, tokens)
     columns = pl.ds(lax.axis_index("slice") * size, size)
@@ -106,14 +106,14 @@ def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps
     start, length = given.start[row], given.lengths[row]
     scales = [ref[row, token] for ref in given.scales]
     sources = [load(block.at[at]) for block in given.blocks]
-    queries = [load(given.queries.at[n, columns]) for n in range(len(z_refs))]
+    queries = [load(given.queries.at[n, columns]) for n in range(len(given.norms))]
     norms = [load(norm.at[columns]).astype(jnp.float32) for norm in given.norms]
     before = [load(given.partial.at[at])] if given.partial is not None else []
     if exchanges:
         cluster.prepare(exchanges)
 
     group = _group(peers)
-    now, convolved = _convolve(given, ring_ref, group, at, start, load)
+    now, convolved = _convolve(given, ring_ref, group, at, start, length, load)
     for peer in group:
         pl.semaphore_signal(done, device_id=peer)
     value = sum(before, convolved)
@@ -143,9 +143,11 @@ def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps
         weights = [share / total * s for share, s in zip(shares, scales, strict=True)]
         mixes.append(sum(x * w for x, w in zip(sources, weights, strict=True)))
     squares = _dots([(mixed, mixed) for mixed in mixes], normed, layout)
-    for z_ref, mixed, square, norm in zip(z_refs, mixes, squares, norms, strict=True):
-        unit = lax.rsqrt(square * (1 / width) + norm_eps)
-        z_ref[at] = (mixed * unit * norm).astype(z_ref.dtype)
+    copies = itertools.batched(z_refs, len(z_refs) // len(norms))  # of one z, by dtype
+    for refs, mixed, square, norm in zip(copies, mixes, squares, norms, strict=True):
+        z = mixed * lax.rsqrt(square * (1 / width) + norm_eps) * norm
+        for z_ref in refs:
+            z_ref[at] = z.astype(z_ref.dtype)
     if group:
         pl.semaphore_wait(done, len(group))
 
@@ -158,15 +160,16 @@ def _group(peers) -> list[dict[str, Any]]:
     return [dict(zip(peers, map(jnp.int32, at), strict=True)) for at in itertools.product(*sizes)]
 
 
-def _convolve(given, ring_ref, group, at, start, load):
-    """Returns a slice of the convolution's input and of its output."""
+def _convolve(given, ring_ref, group, at, start, length, load):
+    """Returns a slice of the convolution's input and of its output, zeros if it is not valid."""
     (row, token, columns), taps, slots = at, given.weight.shape[0], ring_ref.shape[1]
-    tokens = given.u.shape[1]
+    _, tokens, summands, _ = given.u.shape
     refs = [plgpu.remote_ref(given.u, peer) for peer in group] or [given.u]
 
     def new(back):  # the input of the token so many before this one, from this very call
         before = jnp.maximum(token - back, 0)
-        return functools.reduce(jnp.add, [load(ref.at[row, before, columns]) for ref in refs])
+        parts = (ref.at[row, before, i, columns] for ref in refs for i in range(summands))
+        return functools.reduce(jnp.add, map(load, parts))
 
     now = new(0)
     value = now * (load(given.weight.at[taps - 1, columns]) + 1)
@@ -177,7 +180,8 @@ def _convolve(given, ring_ref, group, at, start, load):
         if back < tokens:
             past = _select(token >= back, new(back), past)
         value += load(given.weight.at[taps - 1 - back, columns]) * past
-    return now, value * (1 / math.sqrt(taps + 1))
+    value *= 1 / math.sqrt(taps + 1)
+    return now, _select(token < length, value, jnp.zeros_like(value))
 
 
 def _dots(pairs, exchange, layout):

@@ -8,6 +8,7 @@ weights and what was mixed by them).
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -59,8 +60,8 @@ def _add(columns, u_ref, before_ref, weight_ref, *refs):
     plt.store(out_ref.at[row, jnp.where(inside, token, tokens), lane], value, mask=inside)
 
 
-def mix(partial, blocks, scales, queries, norms, dtype, eps, norm_eps, interpret):
-    """Returns ([z per query], 1 / rms of partial)."""
+def mix(partial, blocks, scales, queries, norms, dtypes, eps, norm_eps, interpret):
+    """Returns ([z per query and dtype], 1 / rms of partial)."""
     # In float32, so that what is multiplied lies in the same lanes.
     norms = [norm.astype(jnp.float32) for norm in norms]
     leaves, tree = jax.tree.flatten(((partial, *blocks), tuple(scales), queries, norms))
@@ -74,7 +75,7 @@ def mix(partial, blocks, scales, queries, norms, dtype, eps, norm_eps, interpret
         body,
         grid=(tokens, batch),
         out_shape=(
-            *(jax.ShapeDtypeStruct(partial.shape, dtype) for _ in norms),
+            *(jax.ShapeDtypeStruct(partial.shape, dtype) for _ in norms for dtype in dtypes),
             jax.ShapeDtypeStruct((batch, tokens), jnp.float32),
         ),
         compiler_params=plt.CompilerParams(num_warps=4 if len(norms) == 1 else 8, num_stages=1),
@@ -94,7 +95,7 @@ def _mix(given, out_refs, eps, norm_eps):
 
     loading = [load(source, *at) for source in sources[: 1 + AHEAD]]
     value = loading.pop(0)
-    queries = [load(queries, n) for n in range(len(z_refs))]
+    queries = [load(queries, n) for n in range(len(norms))]
     scale = _inverse_rms(value, eps)
     scale_ref[at] = scale
     tops = [_dot(value, query) * (scale / root) for query in queries]
@@ -111,11 +112,13 @@ def _mix(given, out_refs, eps, norm_eps):
             pairs = zip(mixed[n], source, strict=True)
             mixed[n] = [x * kept + y * (share * scale) for x, y in pairs]
 
-    for x, total, z_ref, norm in zip(mixed, totals, z_refs, norms, strict=True):
+    copies = itertools.batched(z_refs, len(z_refs) // len(norms))  # of one z, by dtype
+    for refs, x, total, norm in zip(copies, mixed, totals, norms, strict=True):
         x = [y * (1 / total) for y in x]
         unit = _inverse_rms(x, norm_eps)
         for y, w, part in zip(x, load(norm), parts, strict=True):
-            z_ref[(*at, part)] = (y * unit * w).astype(z_ref.dtype)
+            for z_ref in refs:
+                z_ref[(*at, part)] = (y * unit * w).astype(z_ref.dtype)
 
 
 def _parts(width):

@@ -41,6 +41,7 @@ def mix(query: jax.Array, sources: jax.Array) -> jax.Array:
 
 def conv_mix(u, partial, blocks, scales, queries, norms, weight, state, start, lengths, **options):
     """Arguments and results as `pallas_kernels.conv_mix.conv_mix`."""
+    u = u if u.ndim == 3 else u.sum(axis=2)
     y, state = short_conv(u, weight, state, start, lengths)
     return *_add_and_mix(y, partial, blocks, scales, queries, norms, **options), state
 
@@ -51,7 +52,7 @@ def conv_mix_long(u, before, partial, blocks, scales, queries, norms, weight, **
     return _add_and_mix(y, partial, blocks, scales, queries, norms, **options)
 
 
-def _add_and_mix(y, partial, blocks, scales, queries, norms, *, dtype, eps, norm_eps):
+def _add_and_mix(y, partial, blocks, scales, queries, norms, *, dtypes, eps, norm_eps):
     partial = y if partial is None else partial + y
     scale = inverse_rms(partial, eps)
     pairs = zip((*blocks, partial), (*scales, scale), strict=True)
@@ -59,6 +60,6 @@ def _add_and_mix(y, partial, blocks, scales, queries, norms, *, dtype, eps, norm
     z = []
     for query, norm in zip(queries, norms, strict=True):
         mixed = mix(query, sources)
-        normed = mixed * inverse_rms(mixed, norm_eps)[..., None]
-        z.append((normed * norm.astype(jnp.float32)).astype(dtype))
+        normed = mixed * inverse_rms(mixed, norm_eps)[..., None] * norm.astype(jnp.float32)
+        z += [normed.astype(dtype) for dtype in dtypes]
     return tuple(z), partial, scale

@@ -89,15 +89,14 @@ def moe_experts(
     weights: Float[Array, "T k"],
     w13: PackedExperts,
     w2: PackedExperts,
-    plan: Plan | None = None,
     *,
     gate_softcap: float,
     up_softcap: float,
 ) -> Float[Array, "T D"]:
     """The float32 sum of a token's experts by their weights; a pick of N or more is no expert.
 
-    A row that picks none gives zeros, whatever it holds. A `plan` is that of `picked` for up to
-    MAX_TOKENS tokens, by default made here; the other arguments are those of `moe_experts_slots`.
+    A row that picks none gives zeros, whatever it holds. The other arguments are those of
+    `moe_experts_slots`.
     """
     experts = w13.shape[0]
     softcaps = dict(gate_softcap=gate_softcap, up_softcap=up_softcap)
@@ -105,6 +104,5 @@ def moe_experts(
         if reason := unsupported(x.shape[1], w2.columns, x.dtype):
             raise ValueError(f"moe_experts: {reason}")
         return many.moe_experts(x, picked, weights, w13, w2, **softcaps)
-    plan = plan or make_plan(picked, experts)
-    y = moe_experts_slots(x, weights, plan, w13, w2, **softcaps)
+    y = moe_experts_slots(x, weights, make_plan(picked, experts), w13, w2, **softcaps)
     return jnp.where((picked < experts)[..., None], y, 0).sum(axis=1)

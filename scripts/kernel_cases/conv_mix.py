@@ -13,7 +13,7 @@ from scripts.kernel_cases.case import SHORT_CALLS as CALLS
 from scripts.kernel_cases.case import Case
 
 LONG = 8192  # rows of a chunk of a prompt
-OPTIONS = {"dtype": jnp.bfloat16, "eps": 1e-6, "norm_eps": 1e-6}
+OPTIONS = {"dtypes": (jnp.bfloat16,), "eps": 1e-6, "norm_eps": 1e-6}
 
 
 def cases() -> Iterator[Case]:
