@@ -22,9 +22,19 @@ def make_products(key, tokens, shapes, dtype=jnp.float32):
 
 @pytest.mark.parametrize("tokens", [1, 5, 17])
 def test_several_products_with_ragged_ends(tokens):
-    """Whole tiles, a short one, a weight that is less than a tile, another K."""
+    """Whole shares of rows, a short one, a weight that is less than a share, another K."""
     shapes = [(64, 128), (72, 128), (3, 128), (33, 96)]
     products = make_products(jax.random.key(tokens), tokens, shapes)
+    outs = project(products, interpret=True)
+    for out, expected in zip(outs, reference(products), strict=True):
+        np.testing.assert_allclose(out, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [29, 64])
+def test_shares_of_other_sizes(monkeypatch, rows):
+    """Shares that are no part of a tile, and as large as one."""
+    monkeypatch.setattr(tiles, "FEWEST", rows)
+    products = make_products(jax.random.key(rows), 5, [(130, 128), (70, 64)])
     outs = project(products, interpret=True)
     for out, expected in zip(outs, reference(products), strict=True):
         np.testing.assert_allclose(out, expected, atol=1e-4)
@@ -38,10 +48,19 @@ def test_padding_does_not_reach_other_rows():
 
 
 @pytest.mark.parametrize(
-    ("rows", "stages"), [(sizes.SLIDING, 4), (sizes.WO[:1], 7), (sizes.RANK, 7)]
+    ("weights", "waves"),
+    [(sizes.SLIDING, 2), (sizes.FULL, 2), (sizes.WO[:1], 1), (sizes.RANK, 1), ((64,) * 133, 2)],
 )
-def test_few_programs_have_more_tiles_under_way(rows, stages):
-    assert tiles.stages(rows) == stages
+def test_programs_fill_whole_waves(weights, waves):
+    rows = tiles.rows(weights)
+    free = waves * tiles.MULTIPROCESSORS - tiles.programs(weights, rows)
+    assert 0 <= free <= len(weights)
+    assert tiles.stages(waves * tiles.MULTIPROCESSORS) == (7 if waves == 1 else 4)
+
+
+@pytest.mark.parametrize("total", [1, 40, 1000, 201024])
+def test_a_program_has_some_rows_and_at_most_a_tile(total):
+    assert tiles.FEWEST <= tiles.rows([total]) <= tiles.ROWS
 
 
 def test_refusals_name_the_value():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.projections import kernel, tiles
+from pallas_kernels.projections import kernel
 
 __all__ = ["project", "unsupported"]
 
@@ -23,7 +23,6 @@ def unsupported(tokens: int, columns: int) -> str | None:
 def project(
     products: Sequence[tuple[Float[Array, "T _"], Float[Array, "_ _"]]],
     *,
-    stages: int | None = None,
     interpret: bool = False,
 ) -> list[Float[Array, "T _"]]:
     """Multiplies activations by weights, each of which is read once.
@@ -31,7 +30,6 @@ def project(
     Args:
       products: pairs of an input [T, K] and a weight [N, K] of one dtype; N and K may differ from
         pair to pair.
-      stages: tiles that a program has under way, by default chosen from the shapes.
       interpret: run in Pallas' interpreter.
 
     Returns:
@@ -46,5 +44,4 @@ def project(
         if x.shape[1] != weight.shape[1]:
             raise ValueError(f"project: {x.shape[1]} columns for a weight of {weight.shape[1]}")
     inputs, weights = zip(*products, strict=True)
-    stages = stages or tiles.stages([w.shape[0] for w in weights])
-    return list(kernel.project(inputs, weights, stages, interpret))
+    return list(kernel.project(inputs, weights, interpret))

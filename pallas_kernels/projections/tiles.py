@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-ROWS, COLUMNS = 64, 128  # of a weight that a program multiplies at a time
-PROGRAMS = 132  # multiprocessors of an H100 or H200
+ROWS, COLUMNS = 64, 128  # of a weight in a tile: wgmma takes 64 rows, whether all are there or not
+FEWEST = 16  # rows of a program
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def columns(total: int) -> int:
@@ -11,15 +12,25 @@ def columns(total: int) -> int:
     return min(COLUMNS, total & -total)
 
 
-def programs(rows: int) -> int:
-    """How many programs a weight takes."""
-    return -(-rows // ROWS)
+def programs(weights: Sequence[int], rows: int) -> int:
+    """How many programs take weights of so many rows."""
+    return sum(-(-total // rows) for total in weights)
 
 
-def stages(rows: Sequence[int]) -> int:
+def rows(weights: Sequence[int]) -> int:
+    """How many rows a program takes: the fewest that need no more waves than whole tiles do.
+
+    Every multiprocessor then has as many programs and reads as much as any other: 2 x 58 rows of
+    a sliding layer, 35 of `wo`, 29 of a TP4 rank's sliding layer.
+    """
+    waves = -(-programs(weights, ROWS) // MULTIPROCESSORS)
+    fits = (n for n in range(FEWEST, ROWS) if programs(weights, n) <= waves * MULTIPROCESSORS)
+    return next(fits, ROWS)
+
+
+def stages(programs: int) -> int:
     """How many tiles a program has under way: four, so that two programs fit a multiprocessor.
 
-    Seven, which still fit with 64 tokens, where those of all weights together are fewer than the
-    multiprocessors (wo, TP4).
+    Seven, which still fit with 64 tokens, where a multiprocessor has no more than one.
     """
-    return 4 if sum(map(programs, rows)) >= PROGRAMS else 7
+    return 4 if programs > MULTIPROCESSORS else 7

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import projections
 from pallas_kernels.projections import reference
 from pallas_kernels.projections.shapes import FULL, HEAD_ROWS, HIDDEN, RANK, SLIDING, WO
-from scripts.kernel_cases.case import CALLS, ROTATE, Case
+from scripts.kernel_cases.case import CALLS, ROTATE, SHORT_CALLS, Case
 
 
 def cases() -> Iterator[Case]:
@@ -21,21 +21,18 @@ def cases() -> Iterator[Case]:
         yield _case("wo", tokens, WO[:1], WO[1], plain=plain)
         yield _case("head", tokens, (HEAD_ROWS,), HIDDEN, plain=plain)
     yield _case("in, full layer", 1, FULL, HIDDEN)
-    yield _case("in", 1, SLIDING, HIDDEN, stages=5)
-    yield _case("in, TP4", 1, RANK, HIDDEN, stages=4)
-    yield _case("wo", 1, WO[:1], WO[1], stages=4)
 
 
-def _case(name, tokens, rows, columns, stages=None, plain=False):
+def _case(name, tokens, rows, columns, plain=False):
     size = 2 * sum(rows) * columns
     copies = max(round(ROTATE / size), 1)
-    calls = max(copies, CALLS)
+    calls = SHORT_CALLS if copies > 1 else CALLS
 
     @jax.jit
     def products(x, weights):
         if plain:
             return [jnp.dot(x, w.T, preferred_element_type=jnp.float32) for w in weights]
-        return projections.project([(x, w) for w in weights], stages=stages)
+        return projections.project([(x, w) for w in weights])
 
     def step(i, x, *weights):
         for call in range(calls):
@@ -45,15 +42,13 @@ def _case(name, tokens, rows, columns, stages=None, plain=False):
             x = x.at[:, : last.shape[1]].set(last.astype(x.dtype))
         return x
 
-    variant = "plain xla" if plain else "default"
-    if stages:
-        variant = f"s{stages}"
     return Case(
-        "project", variant, f"{name} {sum(rows)} x {columns}, {tokens} tok",
+        "project", "plain xla" if plain else "default",
+        f"{name} {sum(rows)} x {columns}, {tokens} tok",
         step, _setup(tokens, rows, columns, copies), size, calls,
         result=lambda x, *weights: products(x, weights[0]),
         expected=lambda x, *weights: reference.project([(x, w) for w in weights[0]]),
-        tolerance=1e-4, compared=plain or stages is not None,
+        tolerance=1e-4, compared=plain,
     )  # fmt: skip
 
 
