@@ -101,7 +101,7 @@ def advance(
     mixing = (partial, blocks, scales, reader.queries, norms, weight)
     options = {"dtype": reader.dtype, "eps": EPS, "norm_eps": reader.norms[0].eps}
     split = bool(collectives.sp)
-    if not split and ops.takes_mix(u, axes, blocks, weight, state):
+    if not split and ops.takes_mix(u, blocks, weight, state):
         inputs, partial, scale, state = ops.conv_mix(
             u, axes, *mixing, state, start, count, **options
         )
