@@ -38,9 +38,8 @@ OPERATIONS = (
     *(EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT),
     *(MIX_LONG, PREPARE_LONG, PREFILL, IMAGE),
 )
-# Faster than NCCL's sum and conv_mix up to 8 rows (scripts/results/sharded_h200.json), but no whole
-# model's text has been compared with it on GPUs.
-REDUCES = False  # whether devices add up within conv_mix
+# Of more, NCCL's sum in front of conv_mix is faster (scripts/results/sharded_h200.json).
+REDUCED_ROWS = 8
 MAX_QUERIES = 8  # longer calls are prefill
 
 # Kernels, which `pallas_kernels` documents, jitted: tracing and lowering them is slow, and so done
@@ -229,7 +228,6 @@ def takes_sampling(vocabulary: int) -> bool:
 
 def takes_mix(
     u: Float[Array, "B T *n D"],
-    axes: tuple[str, ...],
     blocks: tuple[Float[Array, "B T D"], ...],
     weight: Float[Array, "D c"],
     state: Float[Array, "B S D"],
@@ -238,10 +236,7 @@ def takes_mix(
     batch, tokens, *_, hidden = u.shape
     if not _few(u, weight, state):
         return False
-    takes = choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
-    if axes and REDUCES and not takes:
-        choose(REDUCE_MIX, "conv_mix is none")
-    return takes
+    return choose(MIX, conv_mix_kernel.unsupported(batch * tokens, hidden, len(blocks)))
 
 
 def takes_long_mix(
@@ -277,7 +272,7 @@ def conv_mix(
     eps: float,
     norm_eps: float,
 ) -> ConvMix:
-    """`residual.advance` by a kernel of what is added up over `axes`, in front of it or within.
+    """`residual.advance` by a kernel of what is added up over `axes`, of few rows within it.
 
     `partial` is None where a block starts; `u` is in summands only where there are no axes.
     """
@@ -285,7 +280,7 @@ def conv_mix(
     if axes:
         sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
         refusal = allreduce_conv_mix_kernel.unsupported(sizes, axes)
-        if REDUCES and choose(REDUCE_MIX, refusal):
+        if u.shape[0] * u.shape[1] <= REDUCED_ROWS and choose(REDUCE_MIX, refusal):
             run = functools.partial(_allreduce_conv_mix, axes=axes)
         else:
             u = jax.lax.psum(u, axes)

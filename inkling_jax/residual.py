@@ -102,7 +102,7 @@ def advance(
     mixing = (partial, blocks, scales, reader.queries, norms, weight)
     options = {"dtypes": reader.dtypes, "eps": EPS, "norm_eps": reader.norms[0].eps}
     split = bool(collectives.sp)
-    few = not split and ops.takes_mix(u, axes, blocks, weight, state)
+    few = not split and ops.takes_mix(u, blocks, weight, state)
     if u.ndim == 4 and (axes or not few):
         real = jnp.arange(u.shape[1]) < count[:, None]
         u = jnp.where(real[..., None], u.sum(axis=2), 0)

@@ -5,6 +5,8 @@
 check: allreduce_conv_mix against psum and plain conv_mix, with random skew between the devices.
 nano, slice: a model over tp against one GPU, sp on and off: text and logits of the shipped model,
   logits of two layers of full width.
+text, drafts, text32, layers: greedy text with sums within allreduce_conv_mix and in front of
+  conv_mix: of the shipped model in bfloat16, with its drafter, in float32, and of six layers.
 latency: allreduce_conv_mix against NCCL and conv_mix, in a captured loop.
 prefill: 8,192 tokens through six layers of full width, tokens split (sp) and not, time and memory
   beside the planner's.
@@ -35,6 +37,10 @@ PARTS = {
     "check": UNTUNED,
     "nano": UNTUNED,
     "slice": UNTUNED,
+    "text": UNTUNED,
+    "drafts": UNTUNED,
+    "text32": UNTUNED,
+    "layers": UNTUNED,
     "latency": TUNED,
     "prefill": TUNED,
     "decode": TUNED,

@@ -15,7 +15,7 @@ from pallas_kernels.allreduce_conv_mix.reference import allreduce_conv_mix as pl
 from pallas_kernels.conv_mix.reference import conv_mix
 from pallas_kernels.moe_experts import PackedExperts
 from scripts import bench_sharded
-from scripts.sharded_parts import agreement, allreduce, slices, turns
+from scripts.sharded_parts import agreement, allreduce, slices, texts, turns
 
 
 @pytest.fixture
@@ -92,6 +92,15 @@ def test_differences_are_those_of_the_worst_logit_and_of_the_middle_token():
     assert agreement.differences(found, expected) == (5.0, pytest.approx(0.1))
 
 
+def test_texts_are_compared_up_to_where_they_differ():
+    ids, logprobs = np.array([[1, 2, 3], [4, 5, 6]]), np.zeros((2, 3))
+    other, apart = np.array([[1, 2, 3], [4, 0, 6]]), np.array([[0, 0, 0.1], [0.25, 9, 9]])
+    assert texts.agree((ids, logprobs), (other, apart), 1.0) == {
+        "tokens": 3, "equal_texts": 1, "largest_difference": 0.25, "correct": False,
+    }  # fmt: skip
+    assert texts.agree((ids, logprobs), (ids, logprobs), 1.0)["correct"]
+
+
 def watched(program, patience=20.0, seconds=20.0):
     worker = turns.start([sys.executable, "-c", program], {})
     rows = list(turns.turn(worker, patience, time.monotonic() + seconds))
@@ -143,7 +152,8 @@ def test_without_two_gpus_it_says_so(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("part", "count"), [("check", 1), ("slice", 2), ("latency", 1), ("prefill", 4), ("decode", 3)]
+    ("part", "count"),
+    [("check", 1), ("slice", 2), ("layers", 1), ("latency", 1), ("prefill", 4), ("decode", 3)],
 )
 def test_a_part_runs_to_its_end_on_simulated_devices(part, count, tmp_path):
     code, rows = run(tmp_path, "--small", "--only", part, "--patience", "250")

@@ -73,25 +73,32 @@ def test_devices_pack_their_own_parts(text, on_gpu):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
-@pytest.mark.parametrize("refusal", [None, "16 devices add up"])
-def test_a_step_on_a_mesh_is_made_of_kernels(refusal, on_gpu, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "refusal", "choice"),
+    [
+        (ops.REDUCED_ROWS, None, kernel_choice.KERNEL),
+        (ops.REDUCED_ROWS, "16 devices add up", "16 devices add up"),
+        (ops.REDUCED_ROWS + 1, None, None),
+    ],
+)
+def test_a_step_on_a_mesh_is_made_of_kernels(rows, refusal, choice, on_gpu, monkeypatch):
     """Each sublayer's sum is within the kernel that ends it, or in front of it."""
-    monkeypatch.setattr(ops, "REDUCES", True)
     monkeypatch.setattr(ops.allreduce_conv_mix_kernel, "unsupported", lambda *_: refusal)
     mesh, params = on_mesh("ep=2,tp=2")
     with jax.set_mesh(mesh):
         params = packed_shapes(params, CONFIG)
-        cache = init_cache(CONFIG.text, 2, 64, MAX_BLOCK, jnp.bfloat16)
+        cache = init_cache(CONFIG.text, rows, 64, MAX_BLOCK, jnp.bfloat16)
         program = jax.make_jaxpr(decode, static_argnums=1)(
-            params, CONFIG, jnp.zeros((2, 1), jnp.int32), cache
+            params, CONFIG, jnp.zeros((rows, 1), jnp.int32), cache
         )
     found = primitives(program.jaxpr, Counter())
     for primitive, count in KERNELS.items():
         assert found[primitive] == count * CONFIG.text.num_hidden_layers
     layers = CONFIG.text.num_hidden_layers
-    assert found["psum"] == 1 + (2 * layers if refusal else 0)  # the embedding's, the sublayers'
+    within = choice == kernel_choice.KERNEL
+    assert found["psum"] == 1 + (0 if within else 2 * layers)  # the embedding's, the sublayers'
     reasons = dict(kernel_choice.chosen())
-    assert reasons.pop(ops.REDUCE_MIX) == (refusal or kernel_choice.KERNEL)
+    assert reasons.pop(ops.REDUCE_MIX, None) == choice
     assert set(reasons.values()) == {kernel_choice.KERNEL}
 
 

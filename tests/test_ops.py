@@ -222,7 +222,7 @@ def test_refusals_name_what_does_not_fit(on_gpu):
     refusal = "each device has 12 of the 24 slots of full layers (cp)"
     assert kernel_choice.chosen()[ops.ATTENTION] == refusal
     narrow = jnp.zeros((1, 1, 96))
-    assert not ops.takes_mix(narrow, (), (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
+    assert not ops.takes_mix(narrow, (narrow,), jnp.zeros((96, 4)), jnp.zeros((1, 4, 96)))
     assert kernel_choice.chosen()[ops.MIX] == "hidden size 96 is not a multiple of 128"
 
 
@@ -276,7 +276,7 @@ def test_prefill_attends_by_a_kernel_or_says_why(on_gpu):
 )
 def test_only_what_may_be_taken_back_is_mixed_as_few_tokens(tokens, slots, takes, on_gpu):
     u, state = jnp.zeros((1, tokens, 128)), jnp.zeros((1, slots, 128))
-    assert ops.takes_mix(u, (), (u,), jnp.zeros((128, 4)), state) == takes
+    assert ops.takes_mix(u, (u,), jnp.zeros((128, 4)), state) == takes
     assert (ops.MIX in kernel_choice.chosen()) == takes
 
 

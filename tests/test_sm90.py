@@ -107,7 +107,6 @@ def test_a_loop_of_a_model(tokens, sm90):
 @pytest.mark.usefixtures("sm90")
 def test_a_step_of_a_model_on_two_devices(monkeypatch):
     """As `plan` compiles it; sublayers add up within the kernels that end them."""
-    monkeypatch.setattr(ops, "REDUCES", True)
     monkeypatch.setattr(kernel_choice, "_chosen", {})
     mesh = make_mesh(MeshConfig(tp=2), devices("cuda", HARDWARE["h200"], 2))
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), bfloat16_params())

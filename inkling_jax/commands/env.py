@@ -50,8 +50,7 @@ def _kernels() -> str:
 
     if refusal := kernel_choice.device_refusal():
         return f"plain JAX, {refusal}"
-    used = (op for op in ops.OPERATIONS if ops.REDUCES or op != ops.REDUCE_MIX)
-    return f"{', '.join(used)} (--verbose logs each choice)"
+    return f"{', '.join(ops.OPERATIONS)} (--verbose logs each choice)"
 
 
 def _device(device: Any) -> dict[str, Any]:

@@ -8,8 +8,10 @@ once per sublayer (a fused convolution, residual, mix and norm), and nothing ove
 import dataclasses
 import math
 
+from inkling_jax import ops
 from inkling_jax.config import TextConfig
 from inkling_jax.planning.hardware import Rates
+from pallas_kernels.allreduce_conv_mix import MAX_RANKS
 from sharding.mesh import MeshConfig
 
 ACTIVATION, SUM = 2, 4  # bytes: what products read is bfloat16, sums are float32
@@ -59,7 +61,7 @@ class Collective:
     """Collectives of one kind in a step.
 
     Attributes:
-      kind: such as all-reduce.
+      kind: such as all-reduce; `ops.REDUCE_MIX` is one within a kernel.
       where: the model's named scope.
       count: how many in a step.
       nbytes: of one, the whole array.
@@ -129,11 +131,7 @@ class Work:
 
     def communication(self, rates: Rates) -> float:
         """Seconds that the collectives take, one after the other."""
-        seconds = 0.0
-        for c in self.collectives:
-            rate = rates.reduce if c.kind == "all-reduce" else rates.gather
-            seconds += c.count * (rates.hop + c.sent / rate)
-        return seconds
+        return sum(c.count * _exchanging(c, rates) for c in self.collectives)
 
     def expected(self, rates: Rates) -> float:
         """Seconds of the step: of each part whichever takes longer, launches, collectives."""
@@ -150,6 +148,13 @@ def _reading(name: str, part: Part, rates: Rates) -> float:
 
 def _computing(name: str, part: Part, rates: Rates) -> float:
     return part.flops / getattr(rates, name) if part.flops else 0.0
+
+
+def _exchanging(collective: Collective, rates: Rates) -> float:
+    if collective.kind == ops.REDUCE_MIX:
+        return rates.peers
+    rate = rates.reduce if collective.kind == "all-reduce" else rates.gather
+    return rates.hop + collective.sent / rate
 
 
 def distinct_experts(experts: int, picks: int, tokens: int) -> float:
@@ -260,10 +265,15 @@ def _collectives(
     queries = new * text.num_attention_heads // mesh.tp
     add = "reduce-scatter" if split_tokens else "all-reduce"
     own = wide // mesh.ep if split_tokens else wide  # the parts of ep have the same sums
+    few = new <= ops.REDUCED_ROWS and not split_tokens
+
+    def ending(devices: int) -> str:
+        return ops.REDUCE_MIX if few and devices <= MAX_RANKS else add
+
     found = [
         Collective(add, "embed", 1, own * ACTIVATION, mesh.tp),
-        Collective(add, "attention", layers, own * SUM, mesh.tp),
-        Collective(add, "moe", layers, wide * SUM, everyone),
+        Collective(ending(mesh.tp), "attention", layers, own * SUM, mesh.tp),
+        Collective(ending(everyone), "moe", layers, wide * SUM, everyone),
         Collective("all-gather", "unembed", 1, rows * logits * text.vocab_size * SUM, mesh.tp),
         Collective("all-reduce", "attention/softmax", len(full), queries * SUM, mesh.cp),
         Collective(

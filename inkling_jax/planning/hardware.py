@@ -19,14 +19,15 @@ was measured on H200s with JAX 0.11.2; files are under scripts/results:
 - attention: 191 TFLOP/s where layers slide, 416 where they are full (kernels_h200.json), in the
   proportion of a prefill of 8,192 tokens.
 - hop: NCCL's sum in front of `conv_mix` between two devices, `conv_mix` taken off; the collectives
-  of a decoding step took 13 µs each, those within `allreduce_conv_mix`, which the model leaves out,
-  7 to 9 (sharded_h200.json).
+  of a decoding step took 13 µs each (sharded_h200.json).
+- peers: what `allreduce_conv_mix` takes between two devices beyond `conv_mix`: 6.5 µs of one row to
+  9.0 of eight, and 9.0 of one row within a decoding step (sharded_h200.json).
 - reduce, gather: 8,192 × 4,608 bfloat16 between two devices by NCCL: all-reduce 390 µs,
   reduce-scatter and all-gather 440 µs together. No committed file has these alone; with them, a
   prefill over two H200s is met within 10 % (sharded_h200.json).
 
 Assumed: that 4 or 8 devices exchange as fast as two, and that other devices, none of which was
-measured, reach the same shares of their peaks and take as long for a launch and a hop.
+measured, reach the same shares of their peaks and take as long for launches and exchanges.
 """
 
 import dataclasses
@@ -69,6 +70,7 @@ class Rates:
       products, experts, attention: FLOP a second of these.
       reduce, gather: bytes a second that a device sends in all-reduces and in the others.
       hop: seconds that any collective takes at least.
+      peers: seconds that a sum of few rows takes within the kernel that ends a sublayer.
       launch: seconds that a kernel takes beside its bytes.
     """
 
@@ -80,6 +82,7 @@ class Rates:
     reduce: float
     gather: float
     hop: float
+    peers: float
     launch: float
 
 
@@ -124,13 +127,14 @@ MEASURED = Rates(
     reduce=SENT / 390e-6,
     gather=SENT / 440e-6,
     hop=13.8e-6,
+    peers=9.0e-6,
     launch=3.1e-6,
 )
 
 
 def peak_rates(read: float, compute: float, link: float) -> Rates:
     """Returns the rates at which nothing is lost."""
-    return Rates(read, read, compute, compute, compute, link, link, hop=0.0, launch=0.0)
+    return Rates(read, read, compute, compute, compute, link, link, hop=0, peers=0, launch=0)
 
 
 _H200 = peak_rates(4.8e12, 989e12, 450e9)

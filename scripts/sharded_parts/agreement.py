@@ -18,11 +18,10 @@ import inkling_jax as ij
 from inkling_jax.cache import init_cache
 from inkling_jax.config import Config
 from inkling_jax.generation import decode
-from inkling_jax.loading import pack_for_kernels
-from inkling_jax.model import forward, param_shardings, unembed
-from scripts.decode_step.parts import MAX_BLOCK, random_params
+from inkling_jax.model import forward, unembed
+from scripts.decode_step.parts import MAX_BLOCK
 from scripts.sharded_parts.programs import row, side_by_side
-from scripts.sharded_parts.slices import Slice, few_layers, on, stored, tokens_of
+from scripts.sharded_parts.slices import Slice, drawn_whole, few_layers, on, stored, tokens_of
 from sharding.mesh import Switch
 
 NANO = Path(__file__).parents[2] / "checkpoints/inkling-jax-nano"
@@ -92,11 +91,7 @@ def full_width(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[
     @functools.cache
     def logits(name: str, sp: Switch | None) -> np.ndarray:
         part, mesh = parts[name], parts[name].mesh(sp) if sp else None
-        params = random_params(part.whole, packed=False)
-        with on(mesh):
-            if mesh:
-                params = jax.device_put(params, param_shardings(params, mesh))
-            params = pack_for_kernels(params, part.whole.config)
+        params = drawn_whole(part.whole, mesh)
         return np.asarray(programs[name, sp].result()(params, tokens_of(part, count)))
 
     def compare(name: str, sp: Switch) -> dict[str, Any]:

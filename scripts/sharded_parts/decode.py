@@ -46,23 +46,25 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
     lowered, chosen = {}, {}
     for path in paths:
         for where, (held, mesh) in places.items():
-            with _choosing(path):
+            with choosing(path):
                 lowered[path, where] = _lower_decode(Case(held, path, 1, (context,)), mesh)
         chosen[path] = kernel_choice.chosen()
     compiled = side_by_side({case: program.compile for case, program in lowered.items()})
     yield None
     rate = read_rate(1 << 20 if options.small else 1 << 32)
     yield {"read_bytes_per_second": rate}
-    work = floors.step("decode", part.shard(), 1, context, 1, 1)
+    shard = part.shard()
     picks = part.whole.config.text.num_experts_per_tok
     token = jnp.zeros((1, 1), jnp.int32)
 
     def measure(path: str, where: str, params: nnx.State, cache: Cache) -> dict[str, Any]:
         held, mesh = places[where]
         size = bytes_of_a_step(part.rank, params, picks, context)
-        if mesh:
-            with _choosing(path):
+        with choosing(path):
+            work = floors.step("decode", shard, 1, context, 1, 1)
+            if mesh:
                 params = join(copies(params, devices), stored(held, mesh))
+        if mesh:
             cache = join(copies(cache, devices), _cache_of(held, context, mesh))
         times = step_seconds(compiled[path, where].result(), (token, cache), params, ROOM)
         middle = statistics.median(times)
@@ -77,7 +79,7 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
         } | ({"chosen": chosen[path]} if mesh else {})
 
     for path in paths:
-        with _choosing(path):
+        with choosing(path):
             share = drawn(part.rank), random_cache(part.rank, context, context)
         for where in places:
             name = {"path": path, "where": where, "context": context}
@@ -86,10 +88,11 @@ def decode(devices: Sequence[Any], options: argparse.Namespace) -> Iterator[dict
 
 
 @contextlib.contextmanager
-def _choosing(path: str) -> Iterator[None]:
+def choosing(path: str) -> Iterator[None]:
     """Makes `ops` choose what the path is about."""
     switch = mock.patch.dict(os.environ, {kernel_choice.SWITCH: str(int(path != "plain"))})
-    with switch, mock.patch.object(ops, "REDUCES", path != PSUM):
+    rows = ops.REDUCED_ROWS if path == "kernels" else 0
+    with switch, mock.patch.object(ops, "REDUCED_ROWS", rows):
         yield
 
 

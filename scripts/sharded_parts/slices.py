@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from inkling_jax import ops
 from inkling_jax.config import FULL, SLIDING, inkling2_small
-from inkling_jax.loading import packed_shapes
-from inkling_jax.model import param_specs
+from inkling_jax.loading import pack_for_kernels, packed_shapes
+from inkling_jax.model import param_shardings, param_specs
 from inkling_jax.planning.floors import Shard
 from inkling_jax.planning.shapes import device_weights, place
 from inkling_jax.quant import Format
@@ -95,6 +95,15 @@ def drawn(part: Part) -> nnx.State:
     text = part.config.text
     packed = ops.packs_experts(text.hidden_size, text.moe_intermediate_size, part.dtype)
     return random_params(part, packed)
+
+
+def drawn_whole(part: Part, mesh: Mesh | None) -> nnx.State:
+    """Returns random parameters as `load` leaves them, spread over the mesh."""
+    params = random_params(part, packed=False)
+    with on(mesh):
+        if mesh:
+            params = jax.device_put(params, param_shardings(params, mesh))
+        return pack_for_kernels(params, part.config)
 
 
 def tokens_of(part: Slice, count: int) -> jax.Array:

@@ -1,18 +1,23 @@
 """One part, in the process that was started for it."""
 
 import argparse
+import functools
 import json
 import sys
 import time
 
 import jax
 
-from scripts.sharded_parts import agreement, allreduce, decode, prefill
+from scripts.sharded_parts import agreement, allreduce, decode, prefill, texts
 
 PARTS = {
     "check": allreduce.check,
     "nano": agreement.nano,
     "slice": agreement.full_width,
+    "text": functools.partial(texts.nano, dtype="bfloat16", rows=(1, 8)),
+    "drafts": functools.partial(texts.nano, dtype="bfloat16", rows=(1,), drafts=texts.DRAFTS),
+    "text32": functools.partial(texts.nano, dtype="float32", rows=(1, 8)),
+    "layers": texts.layers,
     "latency": allreduce.latency,
     "prefill": prefill.prefill,
     "decode": decode.decode,
