@@ -28,10 +28,10 @@ demo: setup
 	$(PYTHON) -m inkling_jax.cli demo
 
 test: setup
-	$(PYTHON) -m pytest -n 2 -m 'not long'
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m 'not long'
 
 test-long: setup
-	$(PYTHON) -m pytest -n 2 -m long
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m long
 
 test-gpu: setup
 	JAX_PLATFORMS=cuda,cpu $(PYTHON) -m pytest -m gpu --summary scripts/results/gpu_tests.json

@@ -68,12 +68,13 @@ def test_rows_without_a_seed_share_what_pays(plain, drafted, monkeypatch):
     monkeypatch.setattr(engine.decoding, "begin", note)
     seeded = dataclasses.replace(GREEDY, seed=1)
     prompts = [PROMPT[:3], PROMPT[:4], PROMPT[:5]]
-    want = [output.token_ids for output in plain.generate(prompts, GREEDY)]
+    want = [plain.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    assert seen == [None] * 3  # no drafter
     got = drafted.generate(prompts, [GREEDY, seeded, GREEDY])
     assert [output.token_ids for output in got] == want
-    drafted.generate(prompts[:2], [GREEDY, seeded])
-    np.testing.assert_array_equal(seen[1], [True, False, True, False])  # the last one is idle
-    assert seen[0] is None and seen[2] is None  # no drafter; one row alone has no one to share with
+    np.testing.assert_array_equal(seen[3], [True, False, True, False])  # the last one is idle
+    drafted.generate(prompts[:2], [dataclasses.replace(s, max_tokens=1) for s in (GREEDY, seeded)])
+    assert seen[4] is None  # one row alone has no one to share with
 
 
 def test_a_shorter_prompt_finds_nothing_of_the_longer_one_before(plain, drafted):  # CS-07

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.monitoring
@@ -9,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import TINY, tiny_params
+from helpers import tiny, tiny_params
 
 import inkling_jax as ij
 from inkling_jax import generation, reading, speculative
+from inkling_jax.config import FULL, SLIDING
 from inkling_jax.decoding import Report, Seen
 from inkling_jax.engine import Engine
 from inkling_jax.sampling import Sampling, keys_from_seeds
 
+CONFIG = tiny(num_hidden_layers=2, layer_types=(SLIDING, FULL))
 GREEDY = ij.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[3, 14, 15, 9, 26], [5], [35, 8, 9, 7, 9, 3, 2, 38, 4, 6]]
 
@@ -30,7 +33,7 @@ def small_buckets():
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(tiny_params(), TINY, stop_ids=TINY.text.eos_token_id, context=64)
+    return Engine(tiny_params(CONFIG), CONFIG, stop_ids=CONFIG.text.eos_token_id, context=64)
 
 
 @contextlib.contextmanager
@@ -47,7 +50,7 @@ def compilations():
 
 
 def picture(rng, rows=2, columns=3):
-    size = TINY.vision.tile_size
+    size = CONFIG.vision.tile_size
     return rng.integers(0, 256, (rows * size, columns * size, 3), dtype=np.uint8)
 
 
@@ -88,7 +91,7 @@ def test_logprobs_are_those_of_scoring(engine):
     asked = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1)
     output = engine.generate([PROMPTS[2]], asked)[0]
     score = engine.score(PROMPTS[2] + output.token_ids, logits=True)
-    assert score.logits.shape == (16, TINY.text.unpadded_vocab_size)
+    assert score.logits.shape == (16, CONFIG.text.unpadded_vocab_size)
     reported = [t.logprob for t in output.prompt_logprobs + output.logprobs]
     np.testing.assert_allclose(reported, score.logprobs, atol=1e-5)
     for token in output.logprobs:  # greedy: the first alternative is the token itself
@@ -140,19 +143,19 @@ def test_the_edge_of_a_bucket_changes_nothing(engine, edge):  # JX-05
 def test_pictures_take_the_place_of_their_placeholders(engine):  # CS-06
     rng = np.random.default_rng(0)
     image, other = picture(rng), picture(rng)
-    prompt = [3, 4, *[TINY.image_token_id] * 6, 5]
+    prompt = [3, 4, *[CONFIG.image_token_id] * 6, 5]
     tokens = [engine.generate([prompt], GREEDY, images=[[i]])[0].token_ids for i in (image, other)]
     assert tokens[0] != tokens[1]
     assert engine.generate([prompt], GREEDY, images=[[image]])[0].token_ids == tokens[0]
-    two = [prompt, [9, *[TINY.image_token_id] * 6]]
-    both = engine.generate(two, GREEDY, images=[[image], [other]])
-    assert both[0].token_ids == tokens[0]
+    batch = [prompt, PROMPTS[0], [9, *[CONFIG.image_token_id] * 6]]
+    outputs = engine.generate(batch, GREEDY, images=[[image], [], [other]])
+    assert outputs[0].token_ids == tokens[0]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 3)])
 def test_a_picture_alone_is_a_prompt(engine, rows, columns):  # CS-01
     image = picture(np.random.default_rng(0), rows, columns)
-    prompt = [TINY.image_token_id] * (rows * columns)
+    prompt = [CONFIG.image_token_id] * (rows * columns)
     asked = dataclasses.replace(GREEDY, logprobs=0)
     [output] = engine.generate([prompt], asked, images=[[image]])
     score = engine.score(prompt + output.token_ids, images=[image])
@@ -231,7 +234,7 @@ def test_values_of_another_type_or_without_effect_are_refused(engine, prompts, o
 @pytest.mark.parametrize("tokens", [0, 4097, "9", 9.0])
 def test_a_context_that_the_model_does_not_read_is_refused(tokens):
     with pytest.raises(ij.InputError, match=f"context is {tokens!r}, this model reads 1 to 4096"):
-        TINY.text.check_context(tokens)
+        CONFIG.text.check_context(tokens)
 
 
 def test_the_longest_prompt_that_fits_is_served(engine):
@@ -249,10 +252,10 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(engine, monkeypa
 
 
 def test_logits_that_are_not_finite_are_blamed_on_the_checkpoint():
-    flat = dict(nnx.to_flat_state(tiny_params()))
+    flat = dict(nnx.to_flat_state(tiny_params(CONFIG)))
     norm = flat[("norm", "weight")]
     flat[("norm", "weight")] = norm.replace(norm.get_value().at[0].set(jnp.nan))
-    broken = Engine(nnx.from_flat_state(list(flat.items())), TINY, context=64)
+    broken = Engine(nnx.from_flat_state(list(flat.items())), CONFIG, context=64)
     with pytest.raises(ij.InputError, match="not finite after 0 tokens; check that weights"):
         broken.generate([PROMPTS[0]], GREEDY)
 
@@ -263,8 +266,8 @@ def test_nothing_compiles_after_warm_up(engine):  # JX-03
     def request(length, pictures, logprobs, **settings):
         prompt = rng.integers(0, 40, length).tolist()
         images = [picture(rng, *rng.integers(1, 3, 2)) for _ in range(pictures)]
-        tiles = sum(image.size for image in images) // (TINY.vision.tile_size**2 * 3)
-        prompt += [TINY.image_token_id] * tiles
+        tiles = sum(image.size for image in images) // (CONFIG.vision.tile_size**2 * 3)
+        prompt += [CONFIG.image_token_id] * tiles
         sampling = ij.SamplingParams(logprobs=logprobs, **settings)
         engine.generate([prompt], sampling, images=[images])
 
@@ -294,51 +297,51 @@ def test_nothing_compiles_after_warm_up(engine):  # JX-03
 
 def test_all_chunks_of_a_prompt_share_a_program():
     """With parameters that are committed to a device, as loaded ones are."""
-    params = jax.device_put(tiny_params(), jax.devices()[0])
-    engine = Engine(params, TINY, stop_ids=TINY.text.eos_token_id, context=64)
-    engine.generate([[5]], GREEDY)
+    params = jax.device_put(tiny_params(CONFIG), jax.devices()[0])
+    engine = Engine(params, CONFIG, stop_ids=CONFIG.text.eos_token_id, context=64)
+    one = dataclasses.replace(GREEDY, max_tokens=1)
+    engine.generate([[5]], one)
     with compilations() as seen:
-        engine.generate([[1 + i % 39 for i in range(8 + 8)]], GREEDY)
+        engine.generate([[1 + i % 39 for i in range(8 + 8)]], one)
     assert not seen
 
 
-def test_generate_inside_the_users_own_jit():
-    """One program, and nothing leaves the device before its end."""
+@pytest.fixture(scope="module")
+def own():
+    """Generates for the prompts inside a user's own jit, each row up to its budget."""
     rows = len(PROMPTS)
+    sampling = Sampling.stack([ij.SamplingParams(temperature=0.0)] * rows)
+
+    @jax.jit
+    def mine(params, tokens, lengths, keys, budget):
+        stop = jnp.full((rows, 1), generation.NO_TOKEN, jnp.int32)
+        args = (params, CONFIG, tokens, lengths, sampling, keys, 6)
+        out, state = ij.generate(*args, stop_ids=stop, budget=budget)
+        return out.ids + 0, state.count, state.cache.length
+
     tokens = np.zeros((rows, 10), np.int32)
     for i, prompt in enumerate(PROMPTS):
         tokens[i, : len(prompt)] = prompt
     lengths = jnp.array([len(p) for p in PROMPTS], jnp.int32)
-    sampling = Sampling.stack([ij.SamplingParams(temperature=0.0)] * rows)
+    args = (tiny_params(CONFIG), jnp.asarray(tokens), lengths, keys_from_seeds(range(rows)))
+    return functools.partial(mine, *args)
 
-    @jax.jit
-    def mine(params, tokens, lengths, keys):
-        stop = jnp.full((rows, 1), generation.NO_TOKEN, jnp.int32)
-        out, state = ij.generate(params, TINY, tokens, lengths, sampling, keys, 6, stop_ids=stop)
-        return out.ids + 0, state.count
 
-    keys = keys_from_seeds(range(rows))
-    params, tokens = tiny_params(), jnp.asarray(tokens)
-    first = mine(params, tokens, lengths, keys)
+def test_generate_inside_the_users_own_jit(own):
+    """One program, and nothing leaves the device before its end."""
+    budget = jnp.full(len(PROMPTS), 6, jnp.int32)
+    first = own(budget)
     with jax.transfer_guard("disallow"), compilations() as seen:
-        ids, count = mine(params, tokens, lengths, keys)
+        ids, count, _ = own(budget)
     assert not seen
     np.testing.assert_array_equal(ids, first[0])
     np.testing.assert_array_equal(count, 6)
-    engine = Engine(params, TINY, context=64)
+    engine = Engine(tiny_params(CONFIG), CONFIG, context=64)
     for row, output in zip(ids.tolist(), engine.generate(PROMPTS, GREEDY), strict=True):
         assert row == output.token_ids
 
 
-def test_ragged_ends_and_budgets():
-    sampling = Sampling.stack([ij.SamplingParams(temperature=0.0)] * 2)
-    tokens, lengths = jnp.array([[3, 4], [5, 0]]), jnp.array([2, 1])
-    out, state = jax.jit(
-        lambda p: ij.generate(
-            p, TINY, tokens.astype(jnp.int32), lengths.astype(jnp.int32), sampling,
-            keys_from_seeds([0, 1]), 5, stop_ids=jnp.full((2, 1), -1, jnp.int32),
-            budget=jnp.array([2, 5], jnp.int32),
-        )
-    )(tiny_params())  # fmt: skip
-    assert (np.asarray(out.ids) >= 0).sum(1).tolist() == [2, 5] == state.count.tolist()
-    assert state.cache.length.tolist() == [3, 5]  # all but the last token have been read
+def test_ragged_ends_and_budgets(own):
+    ids, count, length = own(jnp.array([2, 5, 6], jnp.int32))
+    assert (np.asarray(ids) >= 0).sum(1).tolist() == [2, 5, 6] == count.tolist()
+    assert length.tolist() == [6, 5, 15]  # all but the last token have been read

@@ -52,6 +52,7 @@ def test_the_reference_is_continued_greedily_by_compiled_programs(small):
     assert outputs[0].token_ids == tokens and not compiled
 
 
+@pytest.mark.long
 def test_packed_experts_over_ep_score_like_the_reference():
     model = ij.load(FIXTURES / "packed/checkpoint", mesh="ep=4")
     expected = load_file(FIXTURES / "packed/expected.safetensors")

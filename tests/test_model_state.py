@@ -109,16 +109,21 @@ def test_refused_blocks_leave_nothing_behind(whole, committed, refused):  # CS-0
 
 
 def test_padding_is_routed_to_no_expert():
-    seen = []
-
-    def spy(z, picks, weights, *_):
-        seen.append((picks, weights))
-        return jnp.zeros(z.shape, jnp.float32)
-
     tokens, lengths = jnp.ones((2, 6), jnp.int32), jnp.array([4, 1], jnp.int32)
-    cache = init_cache(TINY.text, 2, 16, 1, jnp.float32)
-    forward(tiny_params(), TINY, tokens, lengths, cache, experts=spy)
-    experts = TINY.text.n_routed_experts
+
+    @jax.jit
+    def routed(params):
+        seen = []
+
+        def spy(z, picks, weights, *_):
+            seen.append((picks, weights))
+            return jnp.zeros(z.shape, jnp.float32)
+
+        cache = init_cache(TINY.text, 2, 16, 1, jnp.float32)
+        forward(params, TINY, tokens, lengths, cache, experts=spy)
+        return seen
+
+    seen, experts = routed(tiny_params()), TINY.text.n_routed_experts
     for picks, weights in seen:
         assert int((picks < experts).sum()) == 5 * TINY.text.num_experts_per_tok
         assert float(weights[picks == experts].sum()) == 0.0

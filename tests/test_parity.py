@@ -106,6 +106,9 @@ def test_pictures(case):
     np.testing.assert_allclose(logits, expected["image.logits"], atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    "case", ["small", pytest.param("packed", marks=pytest.mark.long)], indirect=True
+)
 def test_greedy_tokens(case):
     prompt, want = case.expected["greedy.prompt"], case.expected["greedy.tokens"]
     sampling = Sampling.stack([SamplingParams(temperature=0.0)])

@@ -13,6 +13,7 @@ from test_ops import on_gpu
 
 from inkling_jax import kernel_choice, ops, reading
 from inkling_jax.cache import init_cache
+from inkling_jax.config import SLIDING
 from inkling_jax.generation import prefill
 from inkling_jax.model import param_shardings
 from inkling_jax.prompts import Prompt
@@ -75,7 +76,8 @@ def test_prefill_by_kernels_is_the_plain_prefill(text, on_gpu, monkeypatch):
 def test_prompts_of_all_lengths_compile_a_program_per_bucket(monkeypatch):
     monkeypatch.setattr(reading, "PREFILL_BUCKETS", (8, 32))
     reading._prefill.clear_cache()
+    config = helpers.tiny(num_hidden_layers=1, layer_types=(SLIDING,))
     for length in (1, 7, 8, 9, 31, 40, 65):
         prompt = Prompt([1] * length, [-1] * length, [])
-        reading.read_prompts(helpers.tiny_params(), helpers.TINY, [prompt], 128, 4)
+        reading.read_prompts(helpers.tiny_params(config), config, [prompt], 128, 4)
     assert reading._prefill._cache_size() == 2

@@ -39,10 +39,14 @@ SETTINGS = [
     SamplingParams(temperature=1.3, top_p=0.8),
     SamplingParams(temperature=1.0, min_p=0.05),
 ]
+DRAWN = Sampling.stack(SETTINGS)
+# Filters change nothing where the temperature is 0: these rows share the programs of the others.
+FROZEN = dataclasses.replace(DRAWN, temperature=jnp.zeros(ROWS))
 
 
-def auto(cost=COST):
-    return {"drafter": (speculator(DRAFTS, cost),)}
+def auto(cost=COST, budget=(NEW,) * ROWS):
+    """A drafter and each row's budget, which is always given, so that runs share programs."""
+    return {"drafter": (speculator(DRAFTS, cost),), "budget": jnp.array(budget, jnp.int32)}
 
 
 @functools.cache
@@ -83,8 +87,8 @@ def test_a_stop_id_ends_a_row_inside_an_accepted_run():
 
 
 def test_budgets_end_rows_on_the_token():
-    budget = np.array([1, 40, 9, 0], np.int32)
-    options = auto(only_width(DRAFTS, DRAFTS)) | {"budget": jnp.asarray(budget)}
+    budget = np.array([1, 40, 9, 0])
+    options = auto(only_width(DRAFTS, DRAFTS), budget)
     tokens, _, rounds = run(drafted, PROMPTS, GREEDY, NEW, lengths=LENGTHS, **options)
     want = np.where(np.arange(NEW) < budget[:, None], greedy().ids, -1)
     np.testing.assert_array_equal(tokens.ids, want)
@@ -98,7 +102,7 @@ def test_a_seed_gives_the_same_text_in_any_company(cost):  # SP-09
     seeds = [11, 12, 13, 14]
     tokens, _, rounds = run(drafted, PROMPTS, SETTINGS, NEW, seeds, LENGTHS, **auto(cost))
     order = [2, 0, 3, 1]
-    budget = jnp.array([NEW, 3, NEW, 17], jnp.int32)
+    budget = [NEW, 3, NEW, 17]
     moved, _, _ = run(
         drafted,
         PROMPTS[order],
@@ -106,11 +110,10 @@ def test_a_seed_gives_the_same_text_in_any_company(cost):  # SP-09
         NEW,
         [seeds[i] for i in order],
         [LENGTHS[i] for i in order],
-        budget=budget,
-        **auto(cost),
+        **auto(cost, budget),
     )
     for place, row in enumerate(order):
-        n = int(budget[place])
+        n = budget[place]
         np.testing.assert_array_equal(moved.ids[place, :n], tokens.ids[row, :n])
     other, _, _ = run(drafted, PROMPTS, SETTINGS, NEW, [15, 15, 13, 99], LENGTHS, **auto(cost))
     same = (np.asarray(other.ids) == np.asarray(tokens.ids)).all(axis=1)
@@ -175,7 +178,7 @@ def read_all(ids, lengths):
 def start(sampling):
     logits, cache, context = read_all(list(PROMPTS), LENGTHS)
     requests = Requests(
-        Sampling.stack(sampling),
+        sampling,
         keys_from_seeds(range(ROWS)),
         jnp.full((ROWS, 1), -1, jnp.int32),
         jnp.full(ROWS, NEW, jnp.int32),
@@ -185,7 +188,7 @@ def start(sampling):
 
 def test_the_state_after_each_round_is_that_of_reading_its_tokens_one_by_one():
     """Also: rounds taken singly, their state donated, give the text of one loop."""
-    state, first = start(SETTINGS)
+    state, first = start(DRAWN)
     block, spec, params = programs()[2], speculator(DRAFTS, COST), tiny_params(TARGET)
     ids = [[*PROMPTS[row, :n], int(first.ids[row, 0])] for row, n in enumerate(LENGTHS)]
     for turn in range(9):
@@ -220,7 +223,7 @@ def test_refused_drafts_leave_the_same_bits_as_drafts_never_made():  # CS-04
     params, block = tiny_params(TARGET), programs()[2]
     found = []
     for width in (DRAFTS, 0):
-        state, _ = start([GREEDY] * ROWS)
+        state, _ = start(FROZEN)
         spec = speculator(DRAFTS, only_width(width, DRAFTS))
         state, _, rounds = block(params, TARGET, spec, state)
         found.append((state, np.asarray(rounds.accepted[:, 0])))
@@ -237,7 +240,7 @@ def test_refused_drafts_leave_the_same_bits_as_drafts_never_made():  # CS-04
 
 
 def test_the_loop_is_one_while_without_branches():
-    state, _ = jax.eval_shape(lambda: start(SETTINGS))
+    state, _ = jax.eval_shape(lambda: start(DRAWN))
     pooled = dataclasses.replace(state.base.requests, pooled=jnp.ones(ROWS, bool))
     state = dataclasses.replace(state, base=dataclasses.replace(state.base, requests=pooled))
     spec = speculator(DRAFTS, COST)
@@ -255,7 +258,7 @@ def test_logits_that_are_not_finite_end_the_row():
     weight = broken["embed"]["weight"]
     third = int(greedy().ids[0, 3])
     broken["embed"]["weight"] = weight.replace(weight[...].at[third].set(jnp.nan))
-    state, _ = start([GREEDY] * ROWS)
+    state, _ = start(FROZEN)
     spec = speculator(DRAFTS, only_width(DRAFTS, DRAFTS))
     count = 1
     while not bool(state.base.done[0]):
@@ -280,7 +283,8 @@ def test_a_seed_gives_the_same_text_alone():
     for row in (0, 2):
         n = LENGTHS[row]
         alone, _, _ = run(
-            drafted, PROMPTS[row : row + 1], SETTINGS[row], NEW, [5 + row], [n], **auto()
+            *(drafted, PROMPTS[row : row + 1], SETTINGS[row], NEW, [5 + row], [n]),
+            **auto(budget=[NEW]),
         )
         np.testing.assert_array_equal(alone.ids[0], tokens.ids[row])
 
