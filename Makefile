@@ -3,7 +3,7 @@ PYTHONS := python3.13 python3.12 python3 python
 EXTRAS ?= test,train
 PYTHON := .venv/bin/python
 # One test of each kernel that needs one GPU.
-SANITIZED := moe_experts[576-counts1-nvfp4] or attention_decode[None-5] or conv_mix[5-3-bfloat16] \
+SANITIZED := moe_experts[576-5-nvfp4] or attention_decode[None-5] or conv_mix[5-3-bfloat16] \
   or projections[rows1-8] or qkv_prep[True-5] or conv_mix_long[9-1] \
   or qkv_prep_long[1025-True] or router[17] or sampling[distinct] \
   or draft_attention and one

@@ -1,4 +1,4 @@
-"""Measures speculative decoding: speed beside plain decoding, and acceptance by kind of prompt.
+"""Measures speculative decoding: speed, acceptance by kind of prompt, a budget shared by rows.
 
   PYTHONPATH=. python3 scripts/bench_spec.py --model MODEL --work WORK --out RESULT
 
@@ -6,11 +6,13 @@ Prompts are held out: chat questions, small tasks over a passage, and starts of 
 from nano's corpus in WORK, none twice. Replies go to their end, and for acceptance also on behind
 it. Speed is told twice: of replies, the tokens after the first by the time after the first, with
 what the call of the loop costs once; and of the loop alone, which is what long replies come to.
+Sharing is what a batch gains where its rows share a budget of drafts instead of choosing alone.
 Writes RESULT.json after each step, and RESULT.png; the table goes to stdout. The run ends within
 `--minutes`; another one keeps what acceptance RESULT.json has of enough tokens.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import time
@@ -23,6 +25,7 @@ from nano import batches
 from nano.stamp import stamp
 from speculation.acceptance import acceptance
 from speculation.prompts import ASKED, KINDS, some
+from speculation.sharing import sharing
 from speculation.speed import PLAIN, Replies, compare, compile_all, verifying
 from time_limit import leave, limited, write_json
 
@@ -30,7 +33,8 @@ import inkling_jax as ij
 from inkling_jax.drafting import with_costs
 from inkling_jax.kernel_choice import chosen
 
-PARTS = ("speed", "acceptance")
+PLOTTED = ("speed", "acceptance")
+PARTS = (*PLOTTED, "sharing")
 TEMPERATURES = (1.0, 0.0)
 TOKENS = 128
 WHOLE, FIXED = "whole replies", f"{TOKENS} tokens"  # the second goes on behind a stop id
@@ -55,9 +59,13 @@ def main() -> None:
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
             "drafts": drafts,
         }
+        measures = {
+            "speed": measure_speed,
+            "acceptance": measure_acceptance,
+            "sharing": measure_sharing,
+        }
         for part in args.parts:
-            measure = measure_speed if part == "speed" else measure_acceptance
-            for _ in measure(engine, source, args, result, end):
+            for _ in measures[part](engine, source, args, result, end):
                 write_json(file, result | {"kernels": chosen()})
         plot(result, args.out.with_suffix(".png"))
         leave(0)
@@ -127,6 +135,31 @@ def measure_acceptance(
         yield
 
 
+def measure_sharing(
+    engine: ij.Engine,
+    source: batches.Source,
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    end: float,
+) -> Iterator[None]:
+    """Adds batches of rows by kind and temperature, continued behind a reply's end."""
+    widest = verifying(engine.speculator, engine.speculator.drafts)
+    chooses = with_costs(engine.params, engine.config, widest)
+    engine = dataclasses.replace(engine, speculator=chooses)
+    found = result["sharing"] = {}
+    for kind in KINDS:
+        for temperature in TEMPERATURES:
+            if time.monotonic() > end:
+                return
+            setting = ij.SamplingParams(
+                temperature=temperature, max_tokens=TOKENS + 1, ignore_eos=True
+            )
+            name = f"{kind}, temperature {temperature:g}"
+            found[name] = sharing(engine, kind, source, setting)
+            print(f"{name}, rows of a batch: {found[name]}", flush=True)
+            yield
+
+
 def plot(result: dict[str, Any], file: Path) -> None:
     """Draws acceptance by position and tokens per second by width, whichever was measured."""
     import matplotlib
@@ -134,7 +167,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    parts = [part for part in PARTS if part in result]
+    parts = [part for part in PLOTTED if part in result]
     figure, axes = pyplot.subplots(1, len(parts), figsize=(6 * len(parts), 4), squeeze=False)
     for part, axis in zip(parts, axes[0], strict=True):
         for i, (name, found) in enumerate(result[part].items()):

@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from speculation import acceptance, prompts, speed
+from speculation import acceptance, prompts, sharing, speed
 
 import inkling_jax as ij
 from scripts import bench_spec
@@ -76,6 +76,28 @@ def test_prompts_are_drawn_until_there_are_tokens_enough(monkeypatch):
     assert found["acceptance_by_position"] == [0.5, 0.5]
     late = acceptance.acceptance(engine, "chat", None, setting, 70, time.monotonic() - 1)
     assert late["prompts"] == 8
+
+
+def test_rows_that_share_have_no_seeds(monkeypatch):
+    """The first batch is not timed; rows with seeds take rounds of two, without them of four."""
+    calls = []
+
+    def generate(batch, settings):
+        calls.append([setting.seed for setting in settings])
+        rounds = [{"proposed": 3, "accepted": 1}] * (4 if settings[0].seed is None else 2)
+        stats = {"rounds": rounds, "decode_seconds": 0.5 if len(calls) > 2 else 9}
+        reply = {"token_ids": [len(calls) == 8] * 9, "stats": stats}
+        return [types.SimpleNamespace(**reply) for _ in batch]
+
+    monkeypatch.setattr(sharing, "draw", lambda kind, source: iter(range(10**6)))
+    engine, setting = types.SimpleNamespace(generate=generate), ij.SamplingParams(max_tokens=9)
+    found = sharing.sharing(engine, "chat", None, setting)
+    assert calls == [[*range(8)], [None] * 8] * 5
+    assert found["own"] == {
+        "prompts": 32, "tokens": 256, "tokens_per_second": 128.0, "acceptance_length": 4.0,
+        "verified": 3.0,
+    }  # fmt: skip
+    assert found["shared"]["acceptance_length"] == 2.0 and found["same_texts"] == 24
 
 
 def test_no_prompt_comes_twice(monkeypatch):

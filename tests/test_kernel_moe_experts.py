@@ -15,6 +15,11 @@ from pallas_kernels.moe_experts import kernel_sm90, tiles
 from pallas_kernels.moe_experts import reference as ref
 
 CAPS = {"gate_softcap": 4.0, "up_softcap": 25.0}
+# Jitted, with the weights as arguments: of full width they are too large for a program's constants.
+pack_nvfp4, pack_mxfp8, pack_bfloat16 = (
+    jax.jit(pack, static_argnames="interleaved")
+    for pack in (ops.pack_nvfp4, ops.pack_mxfp8, ops.pack_bfloat16)
+)
 
 
 def random_experts(key, format, shape):
@@ -23,13 +28,13 @@ def random_experts(key, format, shape):
     keys = jax.random.split(key, 3)
     if format == "bfloat16":
         w = (0.1 * jax.random.normal(keys[0], shape)).astype(jnp.bfloat16)
-        return w.astype(jnp.float32), lambda i: ops.pack_bfloat16(w, interleaved=i)
+        return w.astype(jnp.float32), lambda i: pack_bfloat16(w, interleaved=i)
     if format == "mxfp8":
         values = jax.random.normal(keys[0], shape).astype(jnp.float8_e4m3fn)
         blocks = (n, rows, columns // 32)
         scales = jax.random.randint(keys[1], blocks, 118, 126).astype(jnp.uint8)
         w = ref.dequantize_mxfp8(values, scales)
-        return w, lambda i: ops.pack_mxfp8(values, scales, interleaved=i)
+        return w, lambda i: pack_mxfp8(values, scales, interleaved=i)
     values = jax.random.bits(keys[0], (n, rows, columns // 2), jnp.uint8)
     scales = jax.random.uniform(keys[1], (n, rows, columns // 16), maxval=0.25)
     scales = scales.at[:, ::5].set(0).at[:, 1::7].multiply(2.0**-7).astype(jnp.float8_e4m3fn)
@@ -37,7 +42,7 @@ def random_experts(key, format, shape):
         jax.random.randint(keys[2], (n,), 4, 9).astype(jnp.float32) / 8
     )  # few bits: products stay exact
     w = ref.dequantize_nvfp4(values, scales, outer)
-    return w, lambda i: ops.pack_nvfp4(values, scales, outer, interleaved=i)
+    return w, lambda i: pack_nvfp4(values, scales, outer, interleaved=i)
 
 
 def run_both(format, tokens, valid, picked, experts, hidden, inner, monkeypatch):

@@ -80,27 +80,29 @@ def assert_close(out, expected, relative):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "bfloat16"])
 @pytest.mark.parametrize(
-    ("inner", "counts"),
-    [(sizes.WIDTH, (1, 8, 17, 300)), (sizes.WIDTH_TP4, (5, 65)), (sizes.WIDTH_TP8, (64, 501))],
+    ("inner", "tokens"),
+    [
+        *((sizes.WIDTH, n) for n in (1, 8, 17, 300)),
+        *((sizes.WIDTH_TP4, n) for n in (5, 65)),
+        *((sizes.WIDTH_TP8, n) for n in (64, 501)),
+    ],
 )
-def test_moe_experts(format, inner, counts):
+def test_moe_experts(format, inner, tokens):
     experts, hidden, k = 12, sizes.HIDDEN, sizes.PICKS
     keys = jax.random.split(jax.random.key(fresh_seed()), 4)
     w13, pack13 = moe.random_experts(keys[0], format, (experts, 2 * inner, hidden))
     w2, pack2 = moe.random_experts(keys[1], format, (experts, hidden, inner))
-    packed = jax.jit(lambda: (pack13(True), pack2(False)))()
-    for tokens in counts:
-        x = jax.random.normal(keys[2], (tokens, hidden)).astype(jnp.bfloat16)
-        x = (x.astype(jnp.float32) / 16).astype(jnp.bfloat16)
-        weights = jax.random.uniform(keys[3], (tokens, k))
-        order = np.argsort(np.random.default_rng(tokens).random((tokens, experts)))
-        picked = jnp.array(order[:, :k], jnp.int32)
-        valid = (jnp.arange(tokens) % 5 != 3)[:, None]
-        picked = jnp.where(valid, picked, experts)
-        expected = moe_reference.moe_experts(x, picked, weights, w13, w2, **moe.CAPS)
-        run = jax.jit(functools.partial(moe_experts.moe_experts, **moe.CAPS))
-        out = run(jnp.where(valid, x, jnp.nan), picked, weights, *packed)
-        assert_close(out, expected, 5e-3)
+    x = jax.random.normal(keys[2], (tokens, hidden)).astype(jnp.bfloat16)
+    x = (x.astype(jnp.float32) / 16).astype(jnp.bfloat16)
+    weights = jax.random.uniform(keys[3], (tokens, k))
+    order = np.argsort(np.random.default_rng(tokens).random((tokens, experts)))
+    picked = jnp.array(order[:, :k], jnp.int32)
+    valid = (jnp.arange(tokens) % 5 != 3)[:, None]
+    picked = jnp.where(valid, picked, experts)
+    expected = moe_reference.moe_experts(x, picked, weights, w13, w2, **moe.CAPS)
+    run = jax.jit(functools.partial(moe_experts.moe_experts, **moe.CAPS))
+    out = run(jnp.where(valid, x, jnp.nan), picked, weights, pack13(True), pack2(False))
+    assert_close(out, expected, 5e-3)
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1, 224])
