@@ -43,6 +43,13 @@ class Parts:
         return jax.tree.unflatten(self.tree, self.arrays)
 
 
+class Rings(NamedTuple):
+    """What a batch is read into: the model's cache, and the drafter's context if there is one."""
+
+    cache: Cache
+    context: Context | None
+
+
 class Seen(NamedTuple):
     """What the host looks at after a block: new tokens, which rows are sound, which have ended."""
 
@@ -141,3 +148,8 @@ def advance(
 def base(state: State) -> GenerateState:
     """Returns what both kinds of state share."""
     return state if isinstance(state, GenerateState) else state.base
+
+
+def rings(state: State) -> Rings:
+    """Returns what the next batch may be read into."""
+    return Rings(base(state).cache, None if isinstance(state, GenerateState) else state.context)

@@ -183,6 +183,23 @@ def test_a_request_finds_nothing_of_those_before(engine, monkeypatch):  # CS-07,
     assert engine.generate([long], GREEDY)[0].token_ids == cold[50]
 
 
+def test_the_next_batch_lies_where_the_last_one_did(engine):
+    """Of one batch only, and of none while scoring."""
+
+    def places():
+        [rings] = engine._spare.values()
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(rings)]
+
+    engine.generate([PROMPTS[0]], GREEDY)
+    before = places()
+    engine.generate([PROMPTS[2]], GREEDY)
+    assert places() == before
+    engine.generate(PROMPTS[:2], GREEDY)
+    assert len(engine._spare) == 1
+    engine.score(PROMPTS[0])
+    assert not engine._spare
+
+
 @pytest.mark.parametrize(
     ("prompt", "images", "message"),
     [

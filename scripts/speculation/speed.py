@@ -39,12 +39,14 @@ class Replies:
 
     speculator: what prompts are read with.
     context: tokens of a prompt and its reply, at most; tokens: of the reply.
+    spare: what the last reply's tokens lay in, for the next one, as in the engine.
     """
 
     engine: ij.Engine
     speculator: Speculator
     context: int
     tokens: int
+    spare: dict[tuple[int, int], decoding.Rings] = dataclasses.field(default_factory=dict)
 
     def begin(
         self, prompt: Prompt, temperature: float, seed: int, stops: bool = True
@@ -52,8 +54,9 @@ class Replies:
         """Reads a prompt and draws the first token; unless it `stops` a reply has all tokens."""
         engine, made = self.engine, make_prompt(self.engine.config, self.engine.tokenizer, prompt)
         read = read_prompts(
-            engine.params, engine.config, [made], *self._room, None, self.speculator
-        )
+            engine.params, engine.config, [made], *self._room, None, self.speculator,
+            self.spare.pop(self._room, None),
+        )  # fmt: skip
         return decoding.begin(*read, self._requests(temperature, seed, stops), 0)[0]
 
     def blank(self) -> decoding.State:
@@ -67,13 +70,16 @@ class Replies:
 
     def finish(self, state: decoding.State, speculator: Speculator | None) -> Timed:
         """Decodes to the end of the reply, using up its state."""
+        context = decoding.rings(state).context
         state = jax.block_until_ready(state if speculator else decoding.base(state))
         done = np.asarray(decoding.base(state).done)
         parts = decoding.Parts.of(self.engine.params, speculator)
         start = time.perf_counter()
-        _, report = decoding.advance(parts, self.engine.config, state, done, BLOCK_STEPS, 0)
+        end, report = decoding.advance(parts, self.engine.config, state, done, BLOCK_STEPS, 0)
         seen = report.fetch()
         seconds = time.perf_counter() - start
+        rings = decoding.rings(end)
+        self.spare[self._room] = rings if speculator else rings._replace(context=context)
         tokens = int((seen.tokens.ids >= 0).sum())
         return tokens, int((seen.rounds.proposed >= 0).sum()) if seen.rounds else tokens, seconds
 
