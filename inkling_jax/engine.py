@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from inkling_jax import decoding, generation, kernel_choice
 from inkling_jax.config import Config
-from inkling_jax.decoding import Report, Rings
+from inkling_jax.decoding import Packed, Rings
 from inkling_jax.errors import InputError
 from inkling_jax.generation import Requests
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
@@ -179,11 +179,11 @@ class Engine:
             shape = (padded_rows(len(prompts)), *room)
             rings = self._spare.pop(shape, None)
             self._spare.clear()
-            logits, cache, context = read_prompts(
+            logits, rings = read_prompts(
                 self.params, self.config, prompts, *room, scoring, self.speculator, rings
             )
             requests = self._requests(rows, budgets, logits.shape[0])
-            state, report = decoding.begin(logits, cache, context, requests, alternatives)
+            state, report = decoding.begin(logits, rings, requests, alternatives)
         if scoring is not None:
             for i, row in enumerate(rows):
                 row.take_prompt_logprobs(scoring.chunks, i)
@@ -203,7 +203,8 @@ class Engine:
             stats["kernels"] = kernel_choice.chosen()
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
-        self._spare[shape] = decoding.rings(state)
+        self._spare.clear()
+        self._spare[shape] = state.rings
 
     @functools.cached_property
     def _parts(self) -> decoding.Parts:
@@ -218,8 +219,8 @@ class Engine:
         """
         return {}
 
-    def _hand_out(self, rows: Sequence[Row], report: Report):
-        tokens, finite, done, rounds = report.fetch()
+    def _hand_out(self, rows: Sequence[Row], report: Packed):
+        tokens, finite, done, rounds = decoding.fetch(report)
         for i, row in enumerate(rows):
             if rounds is not None:
                 row.take_rounds(jax.tree.map(lambda a, i=i: a[i], rounds))

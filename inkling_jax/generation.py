@@ -47,15 +47,15 @@ class Requests:
 class GenerateState:
     """Where a batch stands between two steps.
 
-    cache: holds every token but the last one of each row; first, as donation takes arrays in order.
+    cache: holds every token but the last one of each row.
     token: the last token, drawn and not yet read.
     count: tokens generated so far.
     done: the row has met a stop id, its budget or logits that are not finite.
     finite: all logits of the row were finite so far.
     """
 
-    cache: Cache
     requests: Requests
+    cache: Cache
     token: Int[Array, " B"]
     count: Int[Array, " B"]
     done: Bool[Array, " B"]

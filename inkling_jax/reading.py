@@ -17,7 +17,7 @@ from inkling_jax import generation, speculative
 from inkling_jax.cache import Cache, cache_specs, init_cache
 from inkling_jax.config import Config, TextConfig
 from inkling_jax.decoding import Rings
-from inkling_jax.draft_layers import Context, init_context
+from inkling_jax.draft_layers import init_context
 from inkling_jax.generation import Tokens
 from inkling_jax.memory import check_fits, device_bytes
 from inkling_jax.model import encode_image
@@ -39,18 +39,9 @@ _encode = jax.jit(jax.vmap(encode_image, in_axes=(None, None, 0, 0)), static_arg
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "context", "logits"))
 def _prefill(
-    params,
-    config,
-    speculator,
-    first,
-    tokens,
-    lengths,
-    cache,
-    context,
-    logits,
-    features,
+    params, config, speculator, first, tokens, lengths, cache, context, logits, features,
     image_index,
-):
+):  # fmt: skip
     """Reads a chunk; rows without tokens in it keep their logits."""
     cache = _anew(first, cache)
     if speculator is None:
@@ -129,14 +120,14 @@ def read_prompts(
     scoring: Scoring | None = None,
     speculator: Speculator | None = None,
     rings: Rings | None = None,
-) -> tuple[Float[Array, "B V"], Cache, Context | None]:
+) -> tuple[Float[Array, "B V"], Rings]:
     """Reads whole prompts into a cache of `capacity` tokens a row.
 
     Args:
       rings: those of a batch of this shape that has ended, to be used up; None: new ones are made.
 
     Returns:
-      The logits after each prompt, the cache and the drafter's context, of B = `padded_rows` rows.
+      The logits after each prompt and the rings, of B = `padded_rows` rows.
       Scoring and drafting exclude each other.
     """
     assert scoring is None or speculator is None
@@ -181,7 +172,7 @@ def read_prompts(
             if scoring.keep_logits:
                 scoring.logits.append(np.asarray(every)[0, : count[0]])
         at += bucket
-    return logits, cache, context
+    return logits, Rings(cache, context)
 
 
 @functools.cache
