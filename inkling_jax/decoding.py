@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from inkling_jax import generation, speculative
 from inkling_jax.cache import Cache, on_mesh
@@ -16,10 +16,9 @@ from inkling_jax.config import Config
 from inkling_jax.draft_layers import Context
 from inkling_jax.generation import GenerateState, Requests, Tokens
 from inkling_jax.proposing import Speculator
+from inkling_jax.sampling import KEY_KIND
 from inkling_jax.speculative import Rounds, SpecState
 from sharding.partition import by_row, everywhere
-
-State = GenerateState | SpecState
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +42,88 @@ class Parts:
         return jax.tree.unflatten(self.tree, self.arrays)
 
 
+class Rings(NamedTuple):
+    """What a batch is read into: the model's cache, and the drafter's context if there is one."""
+
+    cache: Cache
+    context: Context | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Small arrays of a batch, all in one: a call pays for each array, the host for each transfer.
+
+    words: the arrays' elements side by side, of 32 bits each, floats by their bits.
+    shapes, tree: static; of the arrays, and what they make.
+    """
+
+    words: Int32[Array, "B w"]
+    shapes: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, small: Any) -> Self:
+        """Puts arrays [B, ...] of bool, int32, float32 or random keys side by side."""
+        parts, tree = jax.tree.flatten(small)
+        joined = jnp.concatenate([_words(part) for part in parts], axis=1)
+        return cls(joined, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts), tree)
+
+    def unpack(self) -> Any:
+        """Undoes `of`, of a traced array or of one that was fetched."""
+        parts, at = [], 0
+        for like in self.shapes:
+            is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+            size = 2 if is_key else math.prod(like.shape[1:])
+            part, at = self.words[:, at : at + size], at + size
+            if is_key:
+                parts.append(jax.random.wrap_key_data(part.view(jnp.uint32), impl=KEY_KIND))
+                continue
+            part = part.astype(bool) if like.dtype == bool else part.view(like.dtype)
+            parts.append(part.reshape(like.shape))
+        return jax.tree.unflatten(self.tree, parts)
+
+
+def _words(part: jax.Array) -> Int32[Array, "B w"]:
+    if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+        part = jax.random.key_data(part)
+    part = part.astype(jnp.int32) if part.dtype == bool else part.view(jnp.int32)
+    return part.reshape(part.shape[0], -1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Where a batch stands between two blocks.
+
+    A GPU's graph of the loop works on the rings where they lie and on temporaries, into which the
+    rest is unpacked: it stays valid for the next batch that is read into the same rings.
+
+    rest: what else a `GenerateState` or `SpecState` has, but for `done`.
+    """
+
+    rings: Rings
+    rest: Packed
+
+    @classmethod
+    def of(cls, state: GenerateState | SpecState) -> Self:
+        """Takes apart what the loops work on."""
+        if isinstance(state, SpecState):
+            base, context, spent = state.base, state.context, state.spent
+        else:
+            base, context, spent = state, None, None
+        rest = (base.requests, base.token, base.count, base.finite, spent)
+        return cls(Rings(base.cache, context), Packed.of(rest))
+
+    def join(self, done: Bool[Array, " B"]) -> GenerateState | SpecState:
+        """Undoes `of`, and says which rows have ended."""
+        requests, token, count, finite, spent = self.rest.unpack()
+        base = GenerateState(requests, self.rings.cache, token, count, done, finite)
+        if self.rings.context is None:
+            return base
+        return SpecState(base, self.rings.context, spent)
+
+
 class Seen(NamedTuple):
     """What the host looks at after a block: new tokens, which rows are sound, which have ended."""
 
@@ -52,68 +133,15 @@ class Seen(NamedTuple):
     rounds: Rounds | None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What a block has to say, all in one array: the host waits for one transfer, not for eight.
-
-    words: the parts of a `Seen` side by side, floats by their bits.
-    shapes, tree: static; of the parts, and what they make.
-    """
-
-    words: Int32[Array, "B w"]
-    shapes: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
-    tree: Any = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, seen: Seen) -> Self:
-        """Puts the arrays of a batch, of bool, int32 or float32, side by side."""
-        parts, tree = jax.tree.flatten(seen)
-        words = [a.astype(jnp.int32) if a.dtype == bool else a.view(jnp.int32) for a in parts]
-        joined = jnp.concatenate([a.reshape(a.shape[0], -1) for a in words], axis=1)
-        return cls(joined, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts), tree)
-
-    def fetch(self) -> Seen:
-        """Undoes `of`, on the host."""
-        ends = np.cumsum([math.prod(like.shape[1:]) for like in self.shapes])
-        words = np.split(np.asarray(self.words), ends[:-1], axis=1)
-        parts = [
-            (part.astype(bool) if like.dtype == bool else part.view(like.dtype)).reshape(like.shape)
-            for part, like in zip(words, self.shapes, strict=True)
-        ]
-        return jax.tree.unflatten(self.tree, parts)
-
-
-@jax.jit(static_argnames="alternatives", donate_argnames="cache")
-def _begin(logits, cache, requests, alternatives):
-    return _laid_out(*generation.begin(logits, cache, requests, alternatives))
-
-
-@jax.jit(static_argnames="alternatives", donate_argnames=("cache", "context"))
-def _begin_drafted(logits, cache, context, requests, alternatives):
-    return _laid_out(*speculative.begin(logits, cache, context, requests, alternatives))
-
-
-def _laid_out(state: State, tokens: Tokens, rounds: Rounds | None = None) -> tuple[State, Report]:
-    """Fixes where results lie on a mesh: the state as the next block takes it."""
-    report = Report.of(Seen(tokens, base(state).finite, base(state).done, rounds))
-
-    def is_cache(part):
-        return isinstance(part, Cache)
-
-    def lay(part):
-        return on_mesh(part) if is_cache(part) else by_row(part)
-
-    return jax.tree.map(lay, state, is_leaf=is_cache), everywhere(report)
-
-
+@jax.jit(static_argnames="alternatives", donate_argnames="rings")
 def begin(
-    logits: jax.Array, cache: Cache, context: Context | None, requests: Requests, alternatives: int
-) -> tuple[State, Report]:
-    """Draws each row's first token; `context` is the drafter's, None without one."""
+    logits: Float[Array, "B V"], rings: Rings, requests: Requests, alternatives: int
+) -> tuple[State, Packed]:
+    """Draws each row's first token; returns the state and, packed, what there is to see."""
+    cache, context = rings
     if context is None:
-        return _begin(logits, cache, requests, alternatives)
-    return _begin_drafted(logits, cache, context, requests, alternatives)
+        return _laid_out(*generation.begin(logits, cache, requests, alternatives))
+    return _laid_out(*speculative.begin(logits, cache, context, requests, alternatives))
 
 
 @jax.jit(static_argnames=("config", "steps", "alternatives"), donate_argnames="state")
@@ -124,20 +152,30 @@ def advance(
     ended: Bool[Array, " B"] | np.ndarray,
     steps: int,
     alternatives: int,
-) -> tuple[State, Report]:
+) -> tuple[State, Packed]:
     """Takes a block of steps, or of rounds; the state is used up. `ended` rows take no part."""
-    params, speculator = parts.join()
-    begun = dataclasses.replace(base(state), done=by_row(ended))
-    if speculator is None or isinstance(state, GenerateState):
+    (params, speculator), begun = parts.join(), state.join(by_row(ended))
+    if isinstance(begun, GenerateState):
         return _laid_out(*generation.decode_block(params, config, begun, steps, alternatives))
-    state = dataclasses.replace(state, base=begun)
+    assert speculator is not None
     return _laid_out(
         *speculative.decode_block(
-            params, config, speculator, state, steps, alternatives=alternatives
+            params, config, speculator, begun, steps, alternatives=alternatives
         )
     )
 
 
-def base(state: State) -> GenerateState:
-    """Returns what both kinds of state share."""
-    return state if isinstance(state, GenerateState) else state.base
+def fetch(report: Packed) -> Seen:
+    """Waits for what a block has to say."""
+    return dataclasses.replace(report, words=np.asarray(report.words)).unpack()
+
+
+def _laid_out(
+    state: GenerateState | SpecState, tokens: Tokens, rounds: Rounds | None = None
+) -> tuple[State, Packed]:
+    """Fixes where results lie on a mesh: the state as the next block takes it."""
+    base = state.base if isinstance(state, SpecState) else state
+    report = Packed.of(Seen(tokens, base.finite, base.done, rounds))
+    apart = State.of(state)
+    rings = Rings(on_mesh(apart.rings.cache), by_row(apart.rings.context))
+    return State(rings, by_row(apart.rest)), everywhere(report)

@@ -1,7 +1,6 @@
 """Sets up a drafter for a model: which one, how many drafts, and what each number of them costs."""
 
 import dataclasses
-import functools
 import time
 from pathlib import Path
 from typing import Literal
@@ -79,9 +78,12 @@ def measure_costs(params: nnx.State, config: Config, speculator: Speculator) -> 
     One row is decoded with each width in turn, by one program, and the fastest of a few runs
     counts. Costs are rounded to hundredths: a seed's text should not depend on the measurement.
     """
-    block = jax.jit(
-        functools.partial(speculative.decode_block, rounds=ROUNDS), static_argnames="config"
-    )
+
+    @jax.jit(static_argnames="config")
+    def block(params, config, speculator, state):
+        begun = state.join(jnp.zeros(state.rest.words.shape[0], bool))
+        return speculative.decode_block(params, config, speculator, begun, ROUNDS)
+
     widths = np.arange(speculator.drafts + 1)
     seconds = []
     state = _state(config, speculator, params["embed"]["weight"].dtype)
@@ -110,4 +112,4 @@ def _state(config: Config, speculator: Speculator, dtype):
         jnp.full(rows, ROUNDS * ahead, jnp.int32),
     )
     logits = jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32)
-    return decoding.begin(logits, cache, context, requests, 0)[0]
+    return decoding.begin(logits, decoding.Rings(cache, context), requests, 0)[0]

@@ -19,13 +19,13 @@ from jax.sharding import Mesh
 
 from inkling_jax import decoding, generation, kernel_choice
 from inkling_jax.config import Config
-from inkling_jax.decoding import Report
+from inkling_jax.decoding import Packed, Rings
 from inkling_jax.errors import InputError
 from inkling_jax.generation import Requests
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
 from inkling_jax.prompts import Prompt, PromptInput, make_prompt
 from inkling_jax.proposing import Speculator
-from inkling_jax.reading import Scoring, power_of_two, prefill_chunks, read_prompts
+from inkling_jax.reading import Scoring, padded_rows, power_of_two, prefill_chunks, read_prompts
 from inkling_jax.sampling import Sampling, keys_from_seeds
 from inkling_jax.sampling_params import MAX_ALTERNATIVES, SamplingParams
 from inkling_jax.text import Tokenizer
@@ -130,6 +130,7 @@ class Engine:
         """
         made = self._prompts([prompt], [images], raw, None)
         scoring = Scoring(keep_logits=logits)
+        self._spare.clear()
         with on(self.mesh):
             read_prompts(self.params, self.config, made, self._capacity(made, [0]), 1, scoring)
         values = np.concatenate([chunk.logprobs[0] for chunk in scoring.chunks])
@@ -175,11 +176,14 @@ class Engine:
         ahead = self.speculator.drafts if self.speculator else 0  # read beyond the last token
         room = (capacity + ahead, 1 + ahead)
         with on(self.mesh):
-            logits, cache, context = read_prompts(
-                self.params, self.config, prompts, *room, scoring, self.speculator
+            shape = (padded_rows(len(prompts)), *room)
+            rings = self._spare.pop(shape, None)
+            self._spare.clear()
+            logits, rings = read_prompts(
+                self.params, self.config, prompts, *room, scoring, self.speculator, rings
             )
             requests = self._requests(rows, budgets, logits.shape[0])
-            state, report = decoding.begin(logits, cache, context, requests, alternatives)
+            state, report = decoding.begin(logits, rings, requests, alternatives)
         if scoring is not None:
             for i, row in enumerate(rows):
                 row.take_prompt_logprobs(scoring.chunks, i)
@@ -199,13 +203,24 @@ class Engine:
             stats["kernels"] = kernel_choice.chosen()
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
+        self._spare.clear()
+        self._spare[shape] = state.rings
 
     @functools.cached_property
     def _parts(self) -> decoding.Parts:
         return decoding.Parts.of(self.params, self.speculator)
 
-    def _hand_out(self, rows: Sequence[Row], report: Report):
-        tokens, finite, done, rounds = report.fetch()
+    @functools.cached_property
+    def _spare(self) -> dict[tuple[int, int, int], Rings]:
+        """Of the last batch, by rows, capacity and longest block; the next one may be like it.
+
+        At the same addresses a GPU's graph of the loop stays valid: to write it anew would take
+        longer than many a reply.
+        """
+        return {}
+
+    def _hand_out(self, rows: Sequence[Row], report: Packed):
+        tokens, finite, done, rounds = decoding.fetch(report)
         for i, row in enumerate(rows):
             if rounds is not None:
                 row.take_rounds(jax.tree.map(lambda a, i=i: a[i], rounds))

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from inkling_jax import generation, speculative
 from inkling_jax.cache import Cache, cache_specs, init_cache
 from inkling_jax.config import Config, TextConfig
-from inkling_jax.draft_layers import Context, init_context
+from inkling_jax.decoding import Rings
+from inkling_jax.draft_layers import init_context
 from inkling_jax.generation import Tokens
 from inkling_jax.memory import check_fits, device_bytes
 from inkling_jax.model import encode_image
@@ -38,9 +39,11 @@ _encode = jax.jit(jax.vmap(encode_image, in_axes=(None, None, 0, 0)), static_arg
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "context", "logits"))
 def _prefill(
-    params, config, speculator, tokens, lengths, cache, context, logits, features, image_index
-):
+    params, config, speculator, first, tokens, lengths, cache, context, logits, features,
+    image_index,
+):  # fmt: skip
     """Reads a chunk; rows without tokens in it keep their logits."""
+    cache = _anew(first, cache)
     if speculator is None:
         prefill = generation.prefill
         new, cache = prefill(params, config, tokens, lengths, cache, features, image_index)
@@ -53,9 +56,11 @@ def _prefill(
 
 @jax.jit(static_argnames=("config", "alternatives"), donate_argnames=("cache", "logits"))
 def _score(
-    params, config, tokens, targets, lengths, cache, logits, features, image_index, alternatives
-):
+    params, config, first, tokens, targets, lengths, cache, logits, features, image_index,
+    alternatives,
+):  # fmt: skip
     """Reads a chunk and scores its targets; returns (all logits, rows' last, scores, cache)."""
+    cache = _anew(first, cache)
     every, scored, cache = generation.score(
         params, config, tokens, targets, lengths, cache, features, image_index,
         alternatives=alternatives,
@@ -63,6 +68,11 @@ def _score(
     last = generation.last_token(every, lengths)
     logits = by_row(jnp.where(lengths[:, None] > 0, last, logits))
     return everywhere(every), logits, everywhere(scored), cache
+
+
+def _anew(first, cache: Cache) -> Cache:
+    """Forgets, with the first chunk, what the rings were last used for."""
+    return dataclasses.replace(cache, length=jnp.where(first, 0, cache.length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +106,11 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
+def padded_rows(count: int) -> int:
+    """Returns how many rows so many prompts are read as: in each part a power of two."""
+    return batch_parts() * power_of_two(-(-count // batch_parts()))
+
+
 def read_prompts(
     params: nnx.State,
     config: Config,
@@ -104,14 +119,19 @@ def read_prompts(
     max_block: int,
     scoring: Scoring | None = None,
     speculator: Speculator | None = None,
-) -> tuple[Float[Array, "B V"], Cache, Context | None]:
-    """Reads whole prompts into a new cache of `capacity` tokens a row.
+    rings: Rings | None = None,
+) -> tuple[Float[Array, "B V"], Rings]:
+    """Reads whole prompts into a cache of `capacity` tokens a row.
 
-    Returns the logits after each prompt, the cache and the drafter's context, of B rows: in
-    each part of the batch a power of two. Scoring and drafting exclude each other.
+    Args:
+      rings: those of a batch of this shape that has ended, to be used up; None: new ones are made.
+
+    Returns:
+      The logits after each prompt and the rings, of B = `padded_rows` rows.
+      Scoring and drafting exclude each other.
     """
     assert scoring is None or speculator is None
-    rows = batch_parts() * power_of_two(-(-len(prompts) // batch_parts()))
+    rows = padded_rows(len(prompts))
     lengths = np.array([len(p.ids) for p in prompts] + [0] * (rows - len(prompts)), np.int32)
     width = int(lengths.max())
     tokens, image_index = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
@@ -122,10 +142,13 @@ def read_prompts(
         index = np.array(prompt.image_rows, np.int32)
         image_index[i, : len(prompt.ids)] = np.where(index >= 0, index + first_row[i], -1)
     here = jax.tree.leaves(params["embed"])[0].sharding
-    size = (config.text, rows, capacity, max_block, dtype)
-    check_fits(_cache_bytes(*size, here), f"a cache of {rows} x {capacity} tokens")
-    cache = _init_cache(*size)
-    context = speculator and by_row(_init_context(speculator.config, rows, capacity, dtype))
+    if rings is None:
+        size = (config.text, rows, capacity, max_block, dtype)
+        check_fits(_cache_bytes(*size, here), f"a cache of {rows} x {capacity} tokens")
+        cache = _init_cache(*size)
+        context = speculator and by_row(_init_context(speculator.config, rows, capacity, dtype))
+    else:
+        cache, context = rings
     logits = by_row(jnp.zeros((rows, config.text.unpadded_vocab_size), jnp.float32))
     if current_mesh() is None:  # committed, as later chunks find it: they share its program
         logits, cache, context = jax.device_put((logits, cache, context), here)
@@ -136,19 +159,20 @@ def read_prompts(
         count = np.clip(lengths - at, 0, bucket)
         if scoring is None:
             logits, context, cache = _prefill(
-                params, config, speculator, chunk, count, cache, context, logits, features, index
-            )
+                params, config, speculator, at == 0, chunk, count, cache, context, logits, features,
+                index,
+            )  # fmt: skip
         else:
             targets = _window(tokens, at + 1, bucket)
             every, logits, scored, cache = _score(
-                params, config, chunk, targets, count, cache, logits, features, index,
+                params, config, at == 0, chunk, targets, count, cache, logits, features, index,
                 scoring.alternatives,
             )  # fmt: skip
             scoring.chunks.append(jax.device_get(scored))
             if scoring.keep_logits:
                 scoring.logits.append(np.asarray(every)[0, : count[0]])
         at += bucket
-    return logits, cache, context
+    return logits, Rings(cache, context)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 from inkling_jax import ops
 from inkling_jax.sampling_params import GREEDY_BELOW, SamplingParams
 
+KEY_KIND = "threefry2x32"  # of requests' keys, whatever JAX is set to make by default
 _FAR = 1e4  # beyond any difference of log probabilities and noise
 _DIGIT_BITS = 4  # fifteen thresholds tried a pass: more passes cost launches, wider ones work
 
@@ -68,7 +69,7 @@ class Sampling:
 def keys_from_seeds(seeds: Sequence[int]) -> Key[Array, " B"]:
     """Makes one random key per request; equal to `jax.random.key(seed)`, for seeds below 2**63."""
     words = np.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32).reshape(-1, 2)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=KEY_KIND)
 
 
 def sample(

@@ -4,8 +4,9 @@
 
 Prompts are held out: chat questions, small tasks over a passage, and starts of documents, drawn
 from nano's corpus in WORK, none twice. Replies go to their end, and for acceptance also on behind
-it. Speed is told twice: of replies, the tokens after the first by the time after the first, with
-what the call of the loop costs once; and of the loop alone, which is what long replies come to.
+it. Speed is told twice: of replies of the engine, the tokens after the first by the time after the
+first, as ids, with what the call of the loop costs once; and of the loop alone, which is what long
+replies come to.
 Sharing is what a batch gains where its rows share a budget of drafts instead of choosing alone.
 Writes RESULT.json after each step, and RESULT.png; the table goes to stdout. The run ends within
 `--minutes`; another one keeps what acceptance RESULT.json has of enough tokens.
@@ -16,7 +17,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ import numpy as np
 from nano import batches
 from nano.stamp import stamp
 from speculation.acceptance import acceptance
-from speculation.prompts import ASKED, KINDS, some
+from speculation.prompts import ASKED, KINDS, Prompt, some
 from speculation.sharing import sharing
-from speculation.speed import PLAIN, Replies, compare, compile_all, verifying
+from speculation.speed import PLAIN, compare, compile_all, verifying, with_drafts
 from time_limit import leave, limited, write_json
 
 import inkling_jax as ij
 from inkling_jax.drafting import with_costs
 from inkling_jax.kernel_choice import chosen
+from inkling_jax.prompts import make_prompt
 
 PLOTTED = ("speed", "acceptance")
 PARTS = (*PLOTTED, "sharing")
@@ -80,24 +82,29 @@ def measure_speed(
 ) -> Iterator[None]:
     """Adds speed by kind and temperature, each loop on the same prompts; yields after each step."""
     widest = verifying(engine.speculator, engine.speculator.drafts)
-    replies = Replies(engine, widest, CONTEXT, TOKENS + 1)
-    compile_all(replies, source)
+    plain, drafted = with_drafts(engine, None), with_drafts(engine, widest)
+    asked = {kind: _as_ids(engine, some(kind, source, args.prompts)) for kind in ASKED}
+    first = [prompts[0] for prompts in asked.values()]
+    compile_all({"plain": plain, "speculative": drafted}, first, TOKENS)
     auto = with_costs(engine.params, engine.config, widest)
-    fixed = {str(width): verifying(widest, width) for width in args.widths}
-    loops = {PLAIN: None, **fixed, "auto": auto}
+    fixed = {str(width): with_drafts(engine, verifying(widest, width)) for width in args.widths}
+    engines = {PLAIN: plain, **fixed, "auto": with_drafts(engine, auto)}
     result["cost_by_width"] = np.round(np.asarray(auto.cost, float), 2).tolist()
     print(f"costs by width: {result['cost_by_width']}", flush=True)
     result["speed"] = {}
-    for kind in ASKED:
-        prompts = some(kind, source, args.prompts)
+    for kind, prompts in asked.items():
         for temperature in TEMPERATURES:
             name = f"{kind}, temperature {temperature:g}"
-            result["speed"][name] = compare(replies, loops, prompts, temperature)
+            result["speed"][name] = compare(engines, prompts, temperature, TOKENS)
             for loop, figures in result["speed"][name].items():
                 print(f"{name}, drafts {loop}: {speed_line(figures)}", flush=True)
             yield
             if time.monotonic() > end:
                 return
+
+
+def _as_ids(engine: ij.Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
+    return [make_prompt(engine.config, engine.tokenizer, prompt).ids for prompt in prompts]
 
 
 def speed_line(figures: dict[str, Any]) -> str:

@@ -166,14 +166,14 @@ def measure_loop(model: ij.Engine) -> dict[str, Any]:
 def _started(model: ij.Engine, prompt: list[int]) -> generation.GenerateState:
     """Reads a prompt and draws the first token; no token ends the row."""
     read = make_prompt(model.config, None, prompt)
-    logits, cache, _ = read_prompts(model.params, model.config, [read], CONTEXT, 1)
+    logits, rings = read_prompts(model.params, model.config, [read], CONTEXT, 1)
     requests = generation.Requests(
         ij.Sampling.stack([ij.SamplingParams(temperature=0.0)]),
         keys_from_seeds([0]),
         jnp.array([[generation.NO_TOKEN]]),
         jnp.array([MANY]),
     )
-    return jax.jit(generation.begin)(logits, cache, requests)[0]
+    return jax.jit(generation.begin)(logits, rings.cache, requests)[0]
 
 
 def _arguments() -> argparse.Namespace:

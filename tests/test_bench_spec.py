@@ -1,5 +1,6 @@
 """What the speculation benchmark makes of replies; the replies themselves are made up."""
 
+import dataclasses
 import time
 import types
 
@@ -34,21 +35,28 @@ def test_both_speeds_are_told():
     assert line.endswith("the loop alone is 4.00 x plain")
 
 
+@dataclasses.dataclass(frozen=True)
 class Fake:
     """Replies of 12 or of 128 tokens: 2 ms a round, 1 ms a call; prompt 1 ends at once."""
 
-    def begin(self, prompt, temperature, seed, stops=True):
-        state = types.SimpleNamespace(done=np.array([prompt == 1]), stops=stops)
-        return types.SimpleNamespace(base=state)
+    speculator: int | None
+    calls: list = dataclasses.field(default_factory=list)
 
-    def finish(self, state, speculator):
-        tokens = 12 if state.base.stops else 128
-        rounds = tokens // (speculator or 1)
-        return tokens, rounds, 2e-3 * rounds + 1e-3
+    def generate(self, prompts, setting):
+        self.calls.append((*prompts, setting.seed))
+        tokens = setting.max_tokens - 1 if setting.ignore_eos else 12 * (prompts != [1])
+        rounds = tokens // (self.speculator or 1)
+        stats = {"rounds": [{}] * rounds}
+        if tokens:
+            first = 1.0 if len(self.calls) == 1 else 0.0  # the graph is written anew
+            stats["decode_seconds"] = first + 2e-3 * rounds + 1e-3
+        return [types.SimpleNamespace(token_ids=[0] * (tokens + 1), stats=stats)]
 
 
 def test_loops_are_compared_with_the_plain_one():
-    found = speed.compare(Fake(), {speed.PLAIN: None, "3": 4}, [0, 1, 2], 1.0)
+    engines = {speed.PLAIN: Fake(None), "3": Fake(4)}
+    found = speed.compare(engines, [0, 1, 2], 1.0, 128)
+    assert engines["3"].calls == [(0, 0), (0, 0), (0, 0), (1, 1), (1, 1), (2, 2), (2, 2)]
     plain, drafted = found[speed.PLAIN], found["3"]
     assert plain["prompts"] == drafted["prompts"] == 2 and plain["tokens"] == 24
     assert (plain["ms_per_round"], plain["ms_per_call"]) == (2.0, 1.0)

@@ -61,9 +61,9 @@ def test_rows_without_a_seed_share_what_pays(plain, drafted, monkeypatch):
     seen = []
     begin = engine.decoding.begin
 
-    def note(logits, cache, context, requests, alternatives):
+    def note(logits, rings, requests, alternatives):
         seen.append(requests.pooled)
-        return begin(logits, cache, context, requests, alternatives)
+        return begin(logits, rings, requests, alternatives)
 
     monkeypatch.setattr(engine.decoding, "begin", note)
     seeded = dataclasses.replace(GREEDY, seed=1)
@@ -82,6 +82,23 @@ def test_a_shorter_prompt_finds_nothing_of_the_longer_one_before(plain, drafted)
     drafted.generate([PROMPT], GREEDY)
     [output] = drafted.generate([[4, 6]], GREEDY)
     assert output.token_ids == want.token_ids
+
+
+def test_requests_in_rings_of_others_draw_as_in_new_ones(drafted):
+    """With and without a seed of their own, alone and sharing what pays, cut off in a stream."""
+    seeded = ij.SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
+    cold = dataclasses.replace(drafted).generate([PROMPT[:5]], seeded)[0]
+    unseeded = dataclasses.replace(seeded, seed=None)
+    both = [PROMPT[:5], PROMPT[:4]]
+    for prompts, setting in ((both, unseeded), (both, seeded), ([PROMPT[:5]], unseeded)):
+        drafted.generate(prompts, setting)
+        found = drafted.generate([PROMPT[:5]], seeded)[0]
+        assert found.token_ids == cold.token_ids
+        assert found.stats["rounds"] == cold.stats["rounds"]
+    stream = drafted.stream(PROMPT, seeded)
+    next(stream)
+    stream.close()
+    assert drafted.generate([PROMPT[:5]], seeded)[0].stats["rounds"] == cold.stats["rounds"]
 
 
 def test_drafts_may_reach_beyond_the_end_of_the_context(plain, drafted):  # JX-01

@@ -1,93 +1,54 @@
 """Speed of one row from its first token to the end of its reply, beside plain decoding.
 
-The loops are the engine's own; a table of costs fixes how many drafts one of them verifies, so that
+Replies are the engine's own; a table of costs fixes how many drafts one of them verifies, so that
 two programs serve all.
 """
 
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from nano import batches
 
 import inkling_jax as ij
-from inkling_jax import decoding
-from inkling_jax.cache import init_cache
-from inkling_jax.draft_layers import init_context
 from inkling_jax.drafting import NEVER
-from inkling_jax.engine import BLOCK_STEPS
-from inkling_jax.generation import NO_TOKEN, Requests
-from inkling_jax.prompts import make_prompt
 from inkling_jax.proposing import Speculator
-from inkling_jax.reading import read_prompts
-from inkling_jax.sampling import Sampling, keys_from_seeds
-from speculation.prompts import ASKED, Prompt, middle, rates, some
+from speculation.prompts import middle, rates
 
 PLAIN = "none"
+RUN = 20  # prompts that one loop answers before the next one does
 LONGER = 6  # prompts that are also continued to a fixed length
 Timed = tuple[int, int, float]  # tokens, rounds, seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class Replies:
-    """A model whose replies are timed.
+def with_drafts(engine: ij.Engine, speculator: Speculator | None) -> ij.Engine:
+    """Returns an engine of the same model that gives ids and no text."""
+    return dataclasses.replace(engine, speculator=speculator, tokenizer=None)
 
-    speculator: what prompts are read with.
-    context: tokens of a prompt and its reply, at most; tokens: of the reply.
+
+def time_reply(
+    engine: ij.Engine,
+    prompt: Sequence[int],
+    temperature: float,
+    seed: int,
+    tokens: int,
+    *,
+    stops: bool,
+) -> Timed:
+    """Answers a prompt: what came after the first token, and the seconds from it to the end.
+
+    Unless it `stops` a reply has `tokens` tokens after the first one; they are at most as many.
     """
-
-    engine: ij.Engine
-    speculator: Speculator
-    context: int
-    tokens: int
-
-    def begin(
-        self, prompt: Prompt, temperature: float, seed: int, stops: bool = True
-    ) -> decoding.State:
-        """Reads a prompt and draws the first token; unless it `stops` a reply has all tokens."""
-        engine, made = self.engine, make_prompt(self.engine.config, self.engine.tokenizer, prompt)
-        read = read_prompts(
-            engine.params, engine.config, [made], *self._room, None, self.speculator
-        )
-        return decoding.begin(*read, self._requests(temperature, seed, stops), 0)[0]
-
-    def blank(self) -> decoding.State:
-        """Returns a state of the shapes that `begin` gives, without reading anything."""
-        config, dtype = self.engine.config.text, self.engine.params["embed"]["weight"].dtype
-        cache = init_cache(config, 1, *self._room, dtype)
-        context = init_context(self.speculator.config, 1, self._room[0], dtype)
-        logits = jnp.zeros((1, config.unpadded_vocab_size), jnp.float32)
-        read = jax.device_put((logits, cache, context), jax.devices()[0])  # as what was computed
-        return decoding.begin(*read, self._requests(1.0, 0), 0)[0]
-
-    def finish(self, state: decoding.State, speculator: Speculator | None) -> Timed:
-        """Decodes to the end of the reply, using up its state."""
-        state = jax.block_until_ready(state if speculator else decoding.base(state))
-        done = np.asarray(decoding.base(state).done)
-        parts = decoding.Parts.of(self.engine.params, speculator)
-        start = time.perf_counter()
-        _, report = decoding.advance(parts, self.engine.config, state, done, BLOCK_STEPS, 0)
-        seen = report.fetch()
-        seconds = time.perf_counter() - start
-        tokens = int((seen.tokens.ids >= 0).sum())
-        return tokens, int((seen.rounds.proposed >= 0).sum()) if seen.rounds else tokens, seconds
-
-    @property
-    def _room(self) -> tuple[int, int]:
-        drafts = self.speculator.drafts
-        return self.context + drafts, 1 + drafts
-
-    def _requests(self, temperature: float, seed: int, stops: bool = True) -> Requests:
-        setting = ij.SamplingParams(temperature=temperature)
-        stop_ids = jnp.array([self.engine.stop_ids], jnp.int32)
-        stop_ids = stop_ids if stops else jnp.full_like(stop_ids, NO_TOKEN)
-        budget = jnp.array([self.tokens], jnp.int32)
-        return Requests(Sampling.stack([setting]), keys_from_seeds([seed]), stop_ids, budget)
+    setting = ij.SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=tokens + 1, ignore_eos=not stops
+    )
+    [reply] = engine.generate([prompt], setting)
+    tokens = len(reply.token_ids) - 1
+    rounds = len(reply.stats["rounds"]) if engine.speculator else tokens
+    return tokens, rounds, reply.stats.get("decode_seconds", 0.0)
 
 
 def verifying(speculator: Speculator, drafts: int) -> Speculator:
@@ -96,38 +57,47 @@ def verifying(speculator: Speculator, drafts: int) -> Speculator:
     return dataclasses.replace(speculator, cost=jnp.asarray(cost, jnp.float32))
 
 
-def compile_all(replies: Replies, source: batches.Source) -> None:
+def compile_all(
+    engines: Mapping[str, ij.Engine], prompts: Iterable[Sequence[int]], tokens: int
+) -> None:
     """Compiles all programs, at the same time where Python lets them."""
-    began, loops = time.monotonic(), {"plain": None, "speculative": replies.speculator}
+    began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         running = {
-            pool.submit(replies.finish, replies.blank(), loops[name]): name for name in loops
+            pool.submit(time_reply, engine, prompt, 1.0, 0, tokens, stops=False): name
+            for prompt in prompts
+            for name, engine in engines.items()
         }
-        for kind in ASKED:
-            [prompt] = some(kind, source, 1)
-            running[pool.submit(replies.begin, prompt, 1.0, 0)] = f"reading {kind}"
         for future in concurrent.futures.as_completed(running):
             future.result()
             print(f"{running[future]}: {time.monotonic() - began:.0f} s to compile", flush=True)
 
 
 def compare(
-    replies: Replies,
-    loops: dict[str, Speculator | None],
-    prompts: Sequence[Prompt],
+    engines: Mapping[str, ij.Engine],
+    prompts: Sequence[Sequence[int]],
     temperature: float,
+    tokens: int,
 ) -> dict[str, dict[str, Any]]:
-    """Returns each loop's speed on the same prompts; a few also go on behind a reply's end."""
-    ended: dict[str, list[Timed]] = {name: [] for name in loops}
-    longer: dict[str, list[Timed]] = {name: [] for name in loops}
-    for seed, prompt in enumerate(prompts):
-        for found in (ended, longer)[: 2 if seed < LONGER else 1]:
-            for name, speculator in loops.items():
-                state = replies.begin(prompt, temperature, seed, found is ended)
-                if not decoding.base(state).done.all():
-                    found[name].append(replies.finish(state, speculator))
+    """Returns each engine's speed on the same prompts; a few also go on behind a reply's end.
+
+    They take turns at runs of prompts. The first reply of a run is not counted: the engines share
+    programs, and a GPU's graph is written anew for each one's cache.
+    """
+    ended: dict[str, list[Timed]] = {name: [] for name in engines}
+    longer: dict[str, list[Timed]] = {name: [] for name in engines}
+    for at in range(0, len(prompts), RUN):
+        for name, engine in engines.items():
+            time_reply(engine, prompts[at], temperature, 0, tokens, stops=False)
+            for seed in range(at, min(at + RUN, len(prompts))):
+                for found in (ended, longer)[: 2 if seed < LONGER else 1]:
+                    timed = time_reply(
+                        engine, prompts[seed], temperature, seed, tokens, stops=found is ended
+                    )
+                    if timed[0]:
+                        found[name].append(timed)
     plain, table = np.array(ended[PLAIN]), {}
-    for name in loops:
+    for name in engines:
         table[name] = summary(np.array(ended[name]), np.array(longer[name]), plain)
         loop = table[name]["tokens_per_round"] / table[name]["ms_per_round"]
         table[name]["loop_times_plain"] = round(loop * table[PLAIN]["ms_per_round"], 3)
