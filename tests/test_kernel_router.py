@@ -73,6 +73,15 @@ def test_equal_scores_go_to_the_lower_index_and_fill_an_expert():
     assert_plan_lists(plan, picks, 12)
 
 
+def test_experts_that_the_bias_rules_out_are_picked_last_and_once():
+    z, gate, bias, real = make_inputs(0, 3, 12, 32)
+    bias = jnp.full_like(bias, -jnp.inf).at[jnp.array([3, 8])].set(bias[0])
+    picks, _, plan = route(z, gate, bias, real, k=4, scale=SCALE, interpret=True)
+    np.testing.assert_array_equal(np.sort(picks[0, :2]), [3, 8])
+    np.testing.assert_array_equal(picks[::2, 2:], [[0, 1], [0, 1]])
+    assert_plan_lists(plan, picks, 12)
+
+
 def test_no_real_token_plans_nothing_and_nan_is_not_hidden():
     z, gate, bias, _ = make_inputs(0, 5, 12, 32)
     run = functools.partial(route, k=2, scale=SCALE, interpret=True)

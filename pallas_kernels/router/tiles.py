@@ -14,12 +14,17 @@ class TileConfig:
     columns: int
     warps: int
 
+    @property
+    def groups(self) -> int:
+        """Gate rows side by side, of whose columns a thread has four."""
+        return min(self.experts, max(128 * self.warps // self.columns, 1))
+
 
 def choose(tokens: int, experts: int, hidden: int) -> TileConfig:
-    """One gate row a program for one or two tokens, else four and four times the threads.
+    """One gate row a program for one token, two for two, else four and twice the threads.
 
-    Small programs keep many loads under way; but each reads all activations, and with eight tokens
-    those are as many bytes as four gate rows.
+    All that a program reads of the gate is under way at once, so programs are few and large where
+    the activations, which each of them reads, would else be many more bytes than the gate.
     """
-    rows, warps = (1, 4) if tokens <= 2 else (4, 16)
+    rows, warps = {1: (1, 4), 2: (2, 4)}.get(tokens, (4, 8))
     return TileConfig(min(rows, experts & -experts), min(512, hidden & -hidden), warps)

@@ -18,7 +18,7 @@ def cases() -> Iterator[Case]:
         yield _case(tokens)
     for rows, warps in ((2, 4), (2, 8), (4, 16)):
         yield _case(1, TileConfig(rows, 512, warps))
-    for rows, warps in ((2, 4), (2, 8), (4, 8), (8, 16)):
+    for rows, warps in ((2, 4), (2, 8), (4, 16)):
         yield _case(8, TileConfig(rows, 512, warps))
     yield _case(1, plain=True)
     yield _case(8, plain=True)
