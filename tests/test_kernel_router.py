@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.moe_experts import make_plan
-from pallas_kernels.router import reference, route, unsupported
+from pallas_kernels.router import TileConfig, reference, route, tiles, unsupported
+from pallas_kernels.router.shapes import EXPERTS, HIDDEN
 
 SCALE = 8.0
 
@@ -59,6 +60,26 @@ def test_matches_reference(tokens, experts, k):
     )
     np.testing.assert_array_equal(out[0], picks)  # no two scores of these seeds are close
     np.testing.assert_allclose(out[1], weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", [TileConfig(4, 32, 1, 3), TileConfig(4, 16, 2, 6)])
+def test_columns_in_ranges_add_up(config):
+    """With rows beyond the last, with NaN in those that do not count, and with equal scores."""
+    z, gate, bias, real = make_inputs(3, 11, 12, 96)
+    gate, bias = gate.at[3:8].set(gate[3]), bias.at[3:8].set(1.0)  # which every token picks from
+    z = jnp.where(real[:, None], z, jnp.nan)
+    out = route(z, gate, bias, real, k=4, scale=SCALE, config=config, interpret=True)
+    assert_routed(out, z, gate, bias, real, 4, 1e-6)
+    for picks in np.asarray(out[0])[np.asarray(real)]:
+        tied = picks[(picks >= 3) & (picks < 8)]
+        assert len(tied) and (tied == 3 + np.arange(len(tied))).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 17, 64])
+def test_tiles_cover_the_product(tokens):
+    for experts, hidden in ((EXPERTS, HIDDEN), (12, 96), (7, 32)):
+        config = tiles.choose(tokens, experts, hidden)
+        assert experts % config.experts == 0 == hidden % (config.splits * config.columns)
 
 
 def test_equal_scores_go_to_the_lower_index_and_fill_an_expert():

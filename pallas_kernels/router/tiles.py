@@ -1,6 +1,7 @@
 """How the gate product is cut."""
 
 import dataclasses
+import math
 
 TOKENS = 8  # rows of activations that share one pass over the gate
 SELECTED = 16  # tokens whose experts are picked at a time
@@ -8,11 +9,12 @@ SELECTED = 16  # tokens whose experts are picked at a time
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """A program computes the scores of `experts` gate rows, `columns` at a time."""
+    """A program multiplies one of `splits` ranges of `experts` gate rows, `columns` at a time."""
 
     experts: int
     columns: int
     warps: int
+    splits: int = 1
 
     @property
     def groups(self) -> int:
@@ -21,10 +23,16 @@ class TileConfig:
 
 
 def choose(tokens: int, experts: int, hidden: int) -> TileConfig:
-    """One gate row a program for one token, two for two, else four and twice the threads.
+    """One gate row a program for one token, two for two, more of a range of columns for more.
 
-    All that a program reads of the gate is under way at once, so programs are few and large where
-    the activations, which each of them reads, would else be many more bytes than the gate.
+    All that a program reads of the gate is under way at once. With eight tokens a range of sixteen
+    rows is as long as twice that of the activations, which each program reads; but one program adds
+    up the ranges of all tokens.
     """
-    rows, warps = {1: (1, 4), 2: (2, 4)}.get(tokens, (4, 8))
-    return TileConfig(min(rows, experts & -experts), min(512, hidden & -hidden), warps)
+    rows, columns, warps, splits = (16, 128, 8, 4)
+    if tokens <= 2:
+        rows, columns, warps, splits = (tokens, 512, 4, 1)
+    elif tokens > 2 * TOKENS:
+        rows, columns, warps, splits = (4, 512, 8, 1)
+    columns = math.gcd(columns, hidden)
+    return TileConfig(math.gcd(rows, experts), columns, warps, math.gcd(splits, hidden // columns))
