@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.moe_experts import make_plan
-from pallas_kernels.router import reference, route, unsupported
+from pallas_kernels.router import TileConfig, reference, route, tiles, unsupported
+from pallas_kernels.router.shapes import EXPERTS, HIDDEN
 
 SCALE = 8.0
 
@@ -61,6 +62,26 @@ def test_matches_reference(tokens, experts, k):
     np.testing.assert_allclose(out[1], weights, rtol=1e-5)
 
 
+@pytest.mark.parametrize("config", [TileConfig(4, 32, 1, 3), TileConfig(4, 16, 2, 6)])
+def test_columns_in_ranges_add_up(config):
+    """With rows beyond the last, with NaN in those that do not count, and with equal scores."""
+    z, gate, bias, real = make_inputs(3, 11, 12, 96)
+    gate, bias = gate.at[3:8].set(gate[3]), bias.at[3:8].set(1.0)  # which every token picks from
+    z = jnp.where(real[:, None], z, jnp.nan)
+    out = route(z, gate, bias, real, k=4, scale=SCALE, config=config, interpret=True)
+    assert_routed(out, z, gate, bias, real, 4, 1e-6)
+    for picks in np.asarray(out[0])[np.asarray(real)]:
+        tied = picks[(picks >= 3) & (picks < 8)]
+        assert len(tied) and (tied == 3 + np.arange(len(tied))).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 17, 64])
+def test_tiles_cover_the_product(tokens):
+    for experts, hidden in ((EXPERTS, HIDDEN), (12, 96), (7, 32)):
+        config = tiles.choose(tokens, experts, hidden)
+        assert experts % config.experts == 0 == hidden % (config.splits * config.columns)
+
+
 def test_equal_scores_go_to_the_lower_index_and_fill_an_expert():
     """All tokens want one expert, then the lowest of the rest, which are equal."""
     gate = jnp.zeros((12, 32)).at[7].set(1.0)
@@ -70,6 +91,15 @@ def test_equal_scores_go_to_the_lower_index_and_fill_an_expert():
     np.testing.assert_array_equal(picks[:16], np.tile([7, 0, 1, 2], (16, 1)))
     np.testing.assert_allclose(weights[:16].sum(axis=1), SCALE, rtol=1e-6)
     np.testing.assert_array_equal(plan.count[:9], [8] * 8 + [0])  # two items of each expert
+    assert_plan_lists(plan, picks, 12)
+
+
+def test_experts_that_the_bias_rules_out_are_picked_last_and_once():
+    z, gate, bias, real = make_inputs(0, 3, 12, 32)
+    bias = jnp.full_like(bias, -jnp.inf).at[jnp.array([3, 8])].set(bias[0])
+    picks, _, plan = route(z, gate, bias, real, k=4, scale=SCALE, interpret=True)
+    np.testing.assert_array_equal(np.sort(picks[0, :2]), [3, 8])
+    np.testing.assert_array_equal(picks[::2, 2:], [[0, 1], [0, 1]])
     assert_plan_lists(plan, picks, 12)
 
 

@@ -60,5 +60,5 @@ def route(
     if reason := unsupported(tokens, hidden, k):
         raise ValueError(f"route: {reason}")
     config = config or tiles.choose(tokens, gate.shape[0], hidden)
-    scores = kernel.scores(z, gate, config, interpret)
-    return kernel.select(scores, bias, real, k, scale, interpret)
+    products = kernel.products(z, gate, config, interpret)
+    return kernel.select(products, bias, real, k, scale, interpret)

@@ -1,6 +1,7 @@
 """How the gate product is cut."""
 
 import dataclasses
+import math
 
 TOKENS = 8  # rows of activations that share one pass over the gate
 SELECTED = 16  # tokens whose experts are picked at a time
@@ -8,18 +9,30 @@ SELECTED = 16  # tokens whose experts are picked at a time
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """A program computes the scores of `experts` gate rows, `columns` at a time."""
+    """A program multiplies one of `splits` ranges of `experts` gate rows, `columns` at a time."""
 
     experts: int
     columns: int
     warps: int
+    splits: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Gate rows side by side, of whose columns a thread has four."""
+        return min(self.experts, max(128 * self.warps // self.columns, 1))
 
 
 def choose(tokens: int, experts: int, hidden: int) -> TileConfig:
-    """One gate row a program for one or two tokens, else four and four times the threads.
+    """One gate row a program for one token, two for two, more of a range of columns for more.
 
-    Small programs keep many loads under way; but each reads all activations, and with eight tokens
-    those are as many bytes as four gate rows.
+    All that a program reads of the gate is under way at once. With eight tokens a range of sixteen
+    rows is as long as twice that of the activations, which each program reads; but one program adds
+    up the ranges of all tokens.
     """
-    rows, warps = (1, 4) if tokens <= 2 else (4, 16)
-    return TileConfig(min(rows, experts & -experts), min(512, hidden & -hidden), warps)
+    rows, columns, warps, splits = (16, 128, 8, 4)
+    if tokens <= 2:
+        rows, columns, warps, splits = (tokens, 512, 4, 1)
+    elif tokens > 2 * TOKENS:
+        rows, columns, warps, splits = (4, 512, 8, 1)
+    columns = math.gcd(columns, hidden)
+    return TileConfig(math.gcd(rows, experts), columns, warps, math.gcd(splits, hidden // columns))

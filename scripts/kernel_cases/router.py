@@ -16,10 +16,10 @@ def cases() -> Iterator[Case]:
     """Yields the rows."""
     for tokens in (1, 8, 64):
         yield _case(tokens)
-    for rows, warps in ((2, 4), (2, 8), (4, 16)):
-        yield _case(1, TileConfig(rows, 512, warps))
-    for rows, warps in ((2, 4), (2, 8), (4, 8), (8, 16)):
-        yield _case(8, TileConfig(rows, 512, warps))
+    for tiles in ((2, 256, 4, 2), (4, 128, 4, 4)):
+        yield _case(1, TileConfig(*tiles))
+    for tiles in ((4, 512, 8, 1), (8, 256, 8, 3), (8, 128, 4, 4)):
+        yield _case(8, TileConfig(*tiles))
     yield _case(1, plain=True)
     yield _case(8, plain=True)
 
@@ -46,7 +46,7 @@ def _case(tokens, config=None, plain=False):
             z = z.at[:, :PICKS].set(last)
         return z
 
-    variant = f"e{config.experts} w{config.warps}" if config else "default"
+    variant = f"e{config.experts} s{config.splits} w{config.warps}" if config else "default"
     return Case(
         "router", "plain xla" if plain else variant, f"{tokens} tok, {EXPERTS} experts",
         step, _setup(tokens, calls), size, calls,
