@@ -340,7 +340,7 @@ def test_nothing_compiles_after_warm_up(engine):  # JX-03
         engine.generate([prompt], sampling, images=[images])
 
     for length in (3, 33):  # both buckets, with and without pictures
-        for pictures in (0, 2):
+        for pictures in range(3):
             request(length, pictures, logprobs=None, max_tokens=3)
     for logprobs in (None, 2):  # with and without alternatives and filters
         for top_k in (0, 5):
