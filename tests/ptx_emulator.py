@@ -13,6 +13,8 @@ import numpy as np
 
 def elementwise_inline_asm(asm, *, args, constraints, pack, result_shape_dtypes):
     """Stands in for `pallas.triton.elementwise_inline_asm`: one float32 result, four a thread."""
+    if asm.startswith("griddepcontrol"):  # no launch follows
+        return args
     assert pack == 4 and constraints.startswith("=&f,=&f,=&f,=&f,")
     [result] = result_shape_dtypes
     run = functools.partial(_emulate, asm, len(constraints.split(",")))

@@ -110,6 +110,7 @@ def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps
     norms = [load(norm.at[columns]).astype(jnp.float32) for norm in given.norms]
     before = [load(given.partial.at[at])] if given.partial is not None else []
     if exchanges:
+        plgpu.griddepcontrol_launch_dependents()
         cluster.prepare(exchanges)
 
     group = _group(peers)

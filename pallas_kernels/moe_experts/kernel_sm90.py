@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.launch import launch_next
 from pallas_kernels.moe_experts.pack import WORDS, PackedExperts
 from pallas_kernels.moe_experts.plan import Plan
 from pallas_kernels.moe_experts.ptx import fragment_product
@@ -27,40 +28,47 @@ def gate_up(
     gate_softcap: float,
     up_softcap: float,
 ) -> jax.Array:
-    """[T, D] -> activations [T * k, I] of every planned slot; the other rows stay unwritten."""
-    slots = plan.order.shape[0]
+    """[T, D] -> activations [T * k, I] of the plan's slots, in its order; others stay unwritten."""
+    slots, tokens = plan.order.shape[0], x.shape[0]
     inner = w13.shape[1] // 2
-    k = slots // x.shape[0]
 
-    def finish(sums, expert, slot, row, keep, outer, out):
+    def row_of(place, order):
+        return jnp.zeros_like(place) if tokens == 1 else lax.div(order[place], slots // tokens)
+
+    def finish(sums, place, order, row, keep, outer, out):
         gate, up = (s * outer for s in sums)
         act = gate_softcap * jnp.tanh(gate / gate_softcap) * jax.nn.sigmoid(gate)
         act = act * (up_softcap * jnp.tanh(up / up_softcap))
-        plt.store(out.at[slot, row], act.astype(x.dtype), mask=keep)
+        plt.store(out.at[place, row], act.astype(x.dtype), mask=keep)
 
-    return _projection(x, plan, w13, tiles, k, finish, (), (slots, inner), x.dtype)
+    run = (tokens == 1, row_of, finish)
+    return _projection(x, plan, w13, tiles, run, (), (slots, inner), x.dtype)
 
 
 def down(
     h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, tiles: TileConfig
 ) -> jax.Array:
-    """[T * k, I] -> float32 [T * k, D], each planned slot times its weight."""
+    """[T * k, I] in the plan's order -> float32 [T * k, D], each planned slot times its weight."""
     slots, rows = h.shape[0], w2.shape[1]
 
-    def finish(sums, expert, slot, row, keep, outer, out, weight):
+    def row_of(place, order):
+        return place
+
+    def finish(sums, place, order, row, keep, outer, out, weight):
+        slot = plt.load(order.at[place], mask=keep, other=slots)
         scale = outer * plt.load(weight.at[slot], mask=keep, other=0.0)
         first = (row // 16) * 32 + row % 16
         for fragment, s in enumerate(sums):
             plt.store(out.at[slot, first + 16 * fragment], s * scale, mask=keep)
 
-    extra = (weights.reshape(slots),)
-    return _projection(h, plan, w2, tiles, 1, finish, extra, (slots, rows), jnp.float32)
+    run, extra = (weights.shape[0] == 1, row_of, finish), (weights.reshape(slots),)
+    return _projection(h, plan, w2, tiles, run, extra, (slots, rows), jnp.float32)
 
 
-def _projection(x, plan, w, tiles, k, finish, extra, shape, dtype):
+def _projection(x, plan, w, tiles, run, extra, shape, dtype):
     grid = (w.words.shape[1] // tiles.row_warps, plan.count.shape[0])
     scales = () if w.scales is None else (w.scales,)
-    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], tiles, k, finish)
+    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], tiles, *run)
     return pl.pallas_call(
         body,
         grid=grid,
@@ -70,25 +78,26 @@ def _projection(x, plan, w, tiles, k, finish, extra, shape, dtype):
     )(*plan, x.reshape(-1), w.outer, w.words, *scales, *extra)
 
 
-def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order, x, outer, words,
-          *rest):  # fmt: skip
+def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, start, count, order, x,
+          outer, words, *rest):  # fmt: skip
     scales, rest = (None, rest) if format == "bfloat16" else (rest[0], rest[1:])
     *extra, out = rest
     tiles_before, item = pl.program_id(0) * tiles.row_warps, pl.program_id(1)
-    n = count[item]
+    e = expert[item]
 
-    @pl.when(n > 0)
+    @pl.when(e >= 0)
     def _():
-        e, first = expert[item], start[item]
-        place = jnp.arange(tiles.warps * WORDS, dtype=jnp.int32)
+        # Look-ups wait for each other. One token's items are its picks, with nothing to look up.
+        n, first = count[item], item if one_token else start[item]
+        place = launch_next(jnp.arange(tiles.warps * WORDS, dtype=jnp.int32), interpret=False)
         warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
         tile = tiles_before + lax.div(warp, tiles.column_warps)
         # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with
         # another, and theirs are not stored.
-        row = order[first + jnp.minimum(lax.div(word, 16), n - 1)]
-        row = lax.div(row, k) * x_shape[1]
+        lane = 0 if one_token else jnp.minimum(lax.div(word, 16), n - 1)
+        row = row_of(jnp.full_like(word, first) + lane, order)
         column = lax.rem(lax.div(word, 4), 4) * 16 + lax.rem(word, 4)
-        acts = row + column
+        acts = row * x_shape[1] + column
         sums = [jnp.zeros(place.shape, jnp.float32)] * 2
         # Unrolled: rolled loops and prefetching by hand both measured slower.
         for s in range(pl.cdiv(steps, tiles.column_warps)):
@@ -120,8 +129,8 @@ def _body(x_shape, format, steps, tiles, k, finish, expert, start, count, order,
         row = tile * 16 + lax.div(word, 16) + lax.rem(lax.div(word, 2), 2) * 8
         keep = token < n
         # Past the end where not kept: the interpreter stores masked elements too, unchanged.
-        slot = plt.load(order.at[first + token], mask=keep, other=order.shape[0])
-        finish(sums, e, slot, row, keep, outer[e], out, *extra)
+        place = jnp.where(keep, first + token, order.shape[0])
+        finish(sums, place, order, row, keep, outer[e], out, *extra)
 
 
 def _load_acts(x, acts, step, j, columns, steps):

@@ -12,9 +12,9 @@ class Plan(NamedTuple):
     """Work items, the needed ones first; slot `token * k + i` stands for a token's i-th pick.
 
     Attributes:
-      expert: int32 [W] expert of the item.
+      expert: int32 [W] expert of the item; -1: nothing to do.
       start: int32 [W] where the item's slots begin in `order`.
-      count: int32 [W] how many they are; 0: nothing to do.
+      count: int32 [W] how many they are, 0 where there is nothing to do.
       order: int32 [T * k], or more where aligned, the slots sorted by expert; kernels do not read
         behind the last item's.
     """
@@ -59,7 +59,7 @@ def make_plan(picked: Int[Array, "T k"], experts: int, rows: int = ROWS, align: 
         place = jnp.arange(-(-most // align) * align, dtype=jnp.int32)
         filled = jnp.pad(jnp.cumsum(room - counts), (1, 0))  # places before each expert's
         order = order[jnp.minimum(place - filled[_first_above(ends, place)], flat.size - 1)]
-    return Plan(jnp.where(busy, expert, 0), jnp.where(busy, start, 0), count, order)
+    return Plan(jnp.where(busy, expert, -1), jnp.where(busy, start, 0), count, order)
 
 
 def _first_above(ends, place):

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.launch import launch_next
 from pallas_kernels.projections import tiles
 
 
@@ -20,7 +21,7 @@ def project(inputs, weights, interpret):
     rows = tiles.rows(totals)
     programs = tiles.programs(totals, rows)
     return pl.pallas_call(
-        functools.partial(_body, rows),
+        functools.partial(_body, rows, interpret),
         grid=(programs,),
         out_shape=[jax.ShapeDtypeStruct((tokens, total), jnp.float32) for total in totals],
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=tiles.stages(programs)),
@@ -29,20 +30,22 @@ def project(inputs, weights, interpret):
     )(*inputs, *weights)
 
 
-def _body(rows, *refs):
+def _body(rows, interpret, *refs):
     program, begin = pl.program_id(0), 0
     products = len(refs) // 3
     for x_ref, weight_ref, out_ref in (refs[i::products] for i in range(products)):
         end = begin + tiles.programs(weight_ref.shape[:1], rows)
-        run = functools.partial(_product, rows, program - begin, x_ref, weight_ref, out_ref)
+        run = functools.partial(
+            _product, rows, interpret, program - begin, x_ref, weight_ref, out_ref
+        )
         pl.when((begin <= program) & (program < end))(run)
         begin = end
 
 
-def _product(rows, share, x_ref, weight_ref, out_ref):
+def _product(rows, interpret, share, x_ref, weight_ref, out_ref):
     tokens, total = x_ref.shape
     width = tiles.columns(total)
-    line = jnp.arange(tiles.ROWS, dtype=jnp.int32)
+    line = launch_next(jnp.arange(tiles.ROWS, dtype=jnp.int32), interpret)
     row = share * rows + line
     real = (line < rows) & (row < weight_ref.shape[0])
     safe = jnp.minimum(row, weight_ref.shape[0] - 1)[:, None]

@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.launch import launch_next
+
 MANY = 32  # tokens of a block, where there is more than one
 
 
@@ -36,7 +38,7 @@ def qkv_prep_long(inputs, scales, taps, before, start, lengths, dtype, interpret
 
 def _call(name, operands, outs, kinds, block, aliases, interpret, options):
     def body(*refs):
-        _body(refs[: len(operands)], refs[len(operands) :], kinds, block, **options)
+        _body(refs[: len(operands)], refs[len(operands) :], kinds, block, interpret, **options)
 
     (batch, tokens, heads, _), kv_heads = operands[0].shape, operands[2].shape[2]
     return pl.pallas_call(
@@ -50,7 +52,7 @@ def _call(name, operands, outs, kinds, block, aliases, interpret, options):
     )(*operands)
 
 
-def _body(ins, outs, kinds, block, qk_threshold, rel_threshold, eps, log_scaling):
+def _body(ins, outs, kinds, block, interpret, qk_threshold, rel_threshold, eps, log_scaling):
     q_ref, r_ref, k_ref, v_ref, q_scale_ref, r_scale_ref, start_ref, length_ref, *rest = ins
     k_taps, v_taps, (k_past, v_past) = rest[:kinds], rest[kinds : 2 * kinds], rest[-2:]
     q_out, r_out, k_out, v_out, *states = outs
@@ -58,7 +60,8 @@ def _body(ins, outs, kinds, block, qk_threshold, rel_threshold, eps, log_scaling
     kv_heads = k_ref.shape[2]
     line, row = pl.program_id(0), pl.program_id(2)
     start = start_ref[row]
-    token = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)[:, None]
+    place = launch_next(jnp.arange(block, dtype=jnp.int32), interpret)
+    token = pl.program_id(1) * block + place[:, None]
     valid = token < length_ref[row]
 
     @pl.when(line < heads)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.launch import launch_next
 from pallas_kernels.rel_attention_decode.tiles import TileConfig
 
 _LOG2E = math.log2(math.e)
@@ -30,7 +31,7 @@ def split_attention(q, r, k, v, proj, start, lengths, window, tiles: TileConfig,
     group = heads // kv_heads
     rows = tile_rows(tokens, group)
     split = (batch, kv_heads, tiles.splits, rows)
-    body = functools.partial(_split_body, window, tiles, k.shape[1])
+    body = functools.partial(_split_body, window, tiles, k.shape[1], interpret)
     return pl.pallas_call(
         body,
         grid=(kv_heads, tiles.splits, batch),
@@ -57,8 +58,8 @@ def tile_rows(tokens: int, group: int) -> int:
     return max(16, pl.next_power_of_2(tokens * group))
 
 
-def _split_body(window, tiles, slots, q_ref, r_ref, k_ref, v_ref, proj_ref, start_ref, length_ref,
-                out_ref, lse_ref):  # fmt: skip
+def _split_body(window, tiles, slots, interpret, q_ref, r_ref, k_ref, v_ref, proj_ref, start_ref,
+                length_ref, out_ref, lse_ref):  # fmt: skip
     kv, split, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, tokens, _, group, dim = q_ref.shape
     ranks, extent = proj_ref.shape
@@ -74,7 +75,7 @@ def _split_body(window, tiles, slots, q_ref, r_ref, k_ref, v_ref, proj_ref, star
 
     blocks = jnp.where(length_ref[row] > 0, mine(last), 0)
     free_blocks = jnp.minimum(mine(near), blocks)
-    line = jnp.arange(out_ref.shape[3], dtype=jnp.int32)
+    line = launch_next(jnp.arange(out_ref.shape[3], dtype=jnp.int32), interpret)
     token, head = lax.div(line, group), lax.rem(line, group)
     real = (token < tokens)[:, None]
     token = jnp.minimum(token, tokens - 1)
@@ -161,7 +162,7 @@ def combine(partial_out, lse, sink, gate, lengths, dtype, interpret):
     batch, tokens, heads, _ = gate.shape
     kv_heads = partial_out.shape[1]
     return pl.pallas_call(
-        functools.partial(_combine_body, heads // kv_heads),
+        functools.partial(_combine_body, heads // kv_heads, interpret),
         grid=(heads, tokens, batch),
         out_shape=jax.ShapeDtypeStruct(gate.shape, dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
@@ -170,10 +171,10 @@ def combine(partial_out, lse, sink, gate, lengths, dtype, interpret):
     )(partial_out, lse, sink, gate, lengths)
 
 
-def _combine_body(group, part_ref, lse_ref, sink_ref, gate_ref, length_ref, out_ref):
+def _combine_body(group, interpret, part_ref, lse_ref, sink_ref, gate_ref, length_ref, out_ref):
     head, token, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     kv, line = lax.div(head, group), token * group + lax.rem(head, group)
-    splits = jnp.arange(part_ref.shape[2], dtype=jnp.int32)
+    splits = launch_next(jnp.arange(part_ref.shape[2], dtype=jnp.int32), interpret)
     lse = lse_ref[row, kv, splits, line]
     sink = sink_ref[row, token, head].astype(jnp.float32) * _LOG2E
     peak = jnp.maximum(lse.max(), sink)

@@ -16,10 +16,13 @@ class TileConfig:
 
 
 def choose(batch: int, kv_heads: int, rows: int, slots: int) -> TileConfig:
-    """As many splits as fill the device once, a power of two (the combine reads them as a tile).
+    """As many splits as blocks of keys, but no more than fill the device once.
 
+    A window begins within a block. The splits are a power of two: the combine reads them as a tile.
     Many query rows (> 32) halve the keys of a step, so that two programs still fit a
     multiprocessor: one computes while the other waits for its keys.
     """
-    most = min(max(PROGRAMS // (batch * kv_heads), 1), -(-slots // 64))
-    return TileConfig(1 << (most.bit_length() - 1), keys=32 if rows > 32 else 64)
+    blocks = -(-slots // 64) + 1
+    most = max(PROGRAMS // (batch * kv_heads), 1)
+    splits = min(1 << (blocks - 1).bit_length(), 1 << (most.bit_length() - 1))
+    return TileConfig(splits, keys=32 if rows > 32 else 64)

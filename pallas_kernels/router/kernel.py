@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.launch import launch_next
 from pallas_kernels.moe_experts.plan import ROWS, Plan, work_items
 from pallas_kernels.router.tiles import SELECTED, TOKENS, TileConfig
 
@@ -39,7 +40,8 @@ def _products_body(tiles, interpret, z_ref, gate_ref, sum_ref):
     # Rows beyond the last repeat it and store it again. Gate rows of one group share its threads,
     # and with them what these load of the activations: [token, gate row, group, column].
     row = jnp.minimum(pl.program_id(2) * size + jnp.arange(size, dtype=jnp.int32), tokens - 1)
-    expert = pl.program_id(0) * tiles.experts + jnp.arange(tiles.experts, dtype=jnp.int32)
+    place = launch_next(jnp.arange(tiles.experts, dtype=jnp.int32), interpret)
+    expert = pl.program_id(0) * tiles.experts + place
     expert = expert.reshape(1, -1, tiles.groups, 1)
     row = jnp.broadcast_to(row[:, None, None, None], (size, 1, tiles.groups, 1))
     width //= tiles.splits
@@ -83,7 +85,7 @@ def select(
     weights = jax.ShapeDtypeStruct(slots.shape, jnp.float32)
     size = min(pl.next_power_of_2(tokens), SELECTED)
     picks, weights, *plan = pl.pallas_call(
-        functools.partial(_select_body, k, scale, size),
+        functools.partial(_select_body, k, scale, size, interpret),
         out_shape=[slots, weights, items, items, items, slots],
         compiler_params=plt.CompilerParams(num_warps=size, num_stages=1),
         interpret=interpret,
@@ -92,12 +94,15 @@ def select(
     return picks.reshape(tokens, k), weights.reshape(tokens, k), Plan(*plan)
 
 
-def _select_body(k, scale, size, product_ref, bias_ref, real_ref, pick_ref, weight_ref, *plan_ref):
+def _select_body(
+    k, scale, size, interpret, product_ref, bias_ref, real_ref, pick_ref, weight_ref, *plan_ref
+):
     splits, tokens, experts = product_ref.shape
     bits, turns = k.bit_length(), pl.cdiv(tokens, size)
     # As [experts / 32, token, 32] a warp has a token, and what it looks for needs no barrier. Or
     # instead of + hides from Triton that neighbours could be loaded together, in another layout.
     block = jnp.arange(pl.next_power_of_2(pl.cdiv(experts, LANES)), dtype=jnp.int32)
+    block = launch_next(block, interpret)
     expert = (block[:, None, None] * LANES) | jnp.arange(LANES, dtype=jnp.int32)
     expert = jnp.broadcast_to(expert, (len(block), size, LANES))
     bias = plt.load(bias_ref.at[expert], mask=expert < experts, other=0)
@@ -180,8 +185,8 @@ def _store_items(count, expert, rows, expert_ref, start_ref, count_ref):
     _store(count_ref, item, jnp.minimum(count[:, None] - skipped, ROWS), mine)
     rest = jnp.arange(pl.next_power_of_2(count_ref.shape[0]), dtype=jnp.int32)
     idle = (rest >= items.sum(axis=0).sum()) & (rest < count_ref.shape[0])
-    for ref in (expert_ref, start_ref, count_ref):
-        _store(ref, rest, jnp.zeros(rest.shape, jnp.int32), idle)
+    for ref, nothing in ((expert_ref, -1), (start_ref, 0), (count_ref, 0)):
+        _store(ref, rest, jnp.full(rest.shape, nothing, jnp.int32), idle)
     return start
 
 
