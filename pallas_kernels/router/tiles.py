@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 TOKENS = 8  # rows of activations that share one pass over the gate
-SELECTED = 16  # tokens whose experts are picked at a time
+SELECTED = 8  # tokens whose experts are picked at a time: more would not fit the registers
 
 
 @dataclasses.dataclass(frozen=True)
