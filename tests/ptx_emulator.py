@@ -1,4 +1,4 @@
-"""Runs inline PTX in NumPy: that of moe_experts, so that its kernel can be interpreted on the CPU.
+"""Runs inline PTX in NumPy, that of moe_experts above all, so that kernels can be interpreted.
 
 Registers are uint32 (or float32) arrays with one entry per lane of all warps.
 """
@@ -15,6 +15,9 @@ def elementwise_inline_asm(asm, *, args, constraints, pack, result_shape_dtypes)
     """Stands in for `pallas.triton.elementwise_inline_asm`: one float32 result, four a thread."""
     if asm.startswith("griddepcontrol"):  # no launch follows
         return args
+    if asm.startswith("fma.rn.f32"):
+        x, y, z = args
+        return [x * y + z]
     assert pack == 4 and constraints.startswith("=&f,=&f,=&f,=&f,")
     [result] = result_shape_dtypes
     run = functools.partial(_emulate, asm, len(constraints.split(",")))
@@ -156,6 +159,7 @@ def interpreted(monkeypatch, kernel):
         return call(*args, **{**kwargs, "interpret": True})
 
     monkeypatch.setattr(kernel.pl, "pallas_call", interpreting)
+    monkeypatch.setattr(kernel.plt, "debug_barrier", lambda: None)
     monkeypatch.setattr(kernel.plt, "max_contiguous", lambda x, values: x)
     monkeypatch.setattr(kernel.pl, "multiple_of", lambda x, values: x)
     jax.clear_caches()
