@@ -1,5 +1,7 @@
 """The Pallas-Triton kernels, at production shapes, are built for an H200 without one."""
 
+import re
+
 import jax
 import pytest
 
@@ -47,3 +49,15 @@ def test_builds(case, sm90, tmp_path):  # KR-01
     found = sm90.resources(case.result, carry, *args, folder=tmp_path)
     kernels = [kernel for kernel in found if kernel.name.startswith(KERNELS)]
     assert kernels and [kernel for kernel in kernels if kernel.spills] == []
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "bfloat16"])
+def test_experts_load_sixteen_bytes_at_a_time(format, sm90, tmp_path):
+    """Of each projection; Triton joins neighbours only as long as it knows that they are some."""
+    case = next(c for c in CASES if (c.op, c.variant) == ("moe_experts", format))
+    carry, args = jax.eval_shape(case.setup, jax.random.key(0))
+    found = sm90.resources(case.result, carry, *args, folder=tmp_path)
+    kernels = [k.cubin.with_suffix(".ptx") for k in found if k.name.startswith("moe_experts")]
+    assert len(kernels) == 2
+    for ptx in kernels:
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx.read_text())

@@ -82,14 +82,15 @@ def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, star
           outer, words, *rest):  # fmt: skip
     scales, rest = (None, rest) if format == "bfloat16" else (rest[0], rest[1:])
     *extra, out = rest
-    tiles_before, item = pl.program_id(0) * tiles.row_warps, pl.program_id(1)
+    tiles_before = launch_next(pl.program_id(0), interpret=False) * tiles.row_warps
+    item = pl.program_id(1)
     e = expert[item]
 
     @pl.when(e >= 0)
     def _():
         # Look-ups wait for each other. One token's items are its picks, with nothing to look up.
         n, first = count[item], item if one_token else start[item]
-        place = launch_next(jnp.arange(tiles.warps * WORDS, dtype=jnp.int32), interpret=False)
+        place = jnp.arange(tiles.warps * WORDS, dtype=jnp.int32)
         warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
         tile = tiles_before + lax.div(warp, tiles.column_warps)
         # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with

@@ -31,21 +31,19 @@ def project(inputs, weights, interpret):
 
 
 def _body(rows, interpret, *refs):
-    program, begin = pl.program_id(0), 0
+    program, begin = launch_next(pl.program_id(0), interpret), 0
     products = len(refs) // 3
     for x_ref, weight_ref, out_ref in (refs[i::products] for i in range(products)):
         end = begin + tiles.programs(weight_ref.shape[:1], rows)
-        run = functools.partial(
-            _product, rows, interpret, program - begin, x_ref, weight_ref, out_ref
-        )
+        run = functools.partial(_product, rows, program - begin, x_ref, weight_ref, out_ref)
         pl.when((begin <= program) & (program < end))(run)
         begin = end
 
 
-def _product(rows, interpret, share, x_ref, weight_ref, out_ref):
+def _product(rows, share, x_ref, weight_ref, out_ref):
     tokens, total = x_ref.shape
     width = tiles.columns(total)
-    line = launch_next(jnp.arange(tiles.ROWS, dtype=jnp.int32), interpret)
+    line = jnp.arange(tiles.ROWS, dtype=jnp.int32)
     row = share * rows + line
     real = (line < rows) & (row < weight_ref.shape[0])
     safe = jnp.minimum(row, weight_ref.shape[0] - 1)[:, None]

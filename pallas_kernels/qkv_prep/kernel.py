@@ -58,10 +58,9 @@ def _body(ins, outs, kinds, block, interpret, qk_threshold, rel_threshold, eps, 
     q_out, r_out, k_out, v_out, *states = outs
     _, tokens, heads, _ = q_ref.shape
     kv_heads = k_ref.shape[2]
-    line, row = pl.program_id(0), pl.program_id(2)
+    line, row = launch_next(pl.program_id(0), interpret), pl.program_id(2)
     start = start_ref[row]
-    place = launch_next(jnp.arange(block, dtype=jnp.int32), interpret)
-    token = pl.program_id(1) * block + place[:, None]
+    token = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)[:, None]
     valid = token < length_ref[row]
 
     @pl.when(line < heads)

@@ -60,7 +60,8 @@ def tile_rows(tokens: int, group: int) -> int:
 
 def _split_body(window, tiles, slots, interpret, q_ref, r_ref, k_ref, v_ref, proj_ref, start_ref,
                 length_ref, out_ref, lse_ref):  # fmt: skip
-    kv, split, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    kv, split, row = (pl.program_id(axis) for axis in range(3))
+    kv = launch_next(kv, interpret)
     _, tokens, _, group, dim = q_ref.shape
     ranks, extent = proj_ref.shape
     start = start_ref[row]
@@ -75,7 +76,7 @@ def _split_body(window, tiles, slots, interpret, q_ref, r_ref, k_ref, v_ref, pro
 
     blocks = jnp.where(length_ref[row] > 0, mine(last), 0)
     free_blocks = jnp.minimum(mine(near), blocks)
-    line = launch_next(jnp.arange(out_ref.shape[3], dtype=jnp.int32), interpret)
+    line = jnp.arange(out_ref.shape[3], dtype=jnp.int32)
     token, head = lax.div(line, group), lax.rem(line, group)
     real = (token < tokens)[:, None]
     token = jnp.minimum(token, tokens - 1)
@@ -172,9 +173,10 @@ def combine(partial_out, lse, sink, gate, lengths, dtype, interpret):
 
 
 def _combine_body(group, interpret, part_ref, lse_ref, sink_ref, gate_ref, length_ref, out_ref):
-    head, token, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head, token, row = (pl.program_id(axis) for axis in range(3))
+    head = launch_next(head, interpret)
     kv, line = lax.div(head, group), token * group + lax.rem(head, group)
-    splits = launch_next(jnp.arange(part_ref.shape[2], dtype=jnp.int32), interpret)
+    splits = jnp.arange(part_ref.shape[2], dtype=jnp.int32)
     lse = lse_ref[row, kv, splits, line]
     sink = sink_ref[row, token, head].astype(jnp.float32) * _LOG2E
     peak = jnp.maximum(lse.max(), sink)

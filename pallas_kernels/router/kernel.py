@@ -40,8 +40,8 @@ def _products_body(tiles, interpret, z_ref, gate_ref, sum_ref):
     # Rows beyond the last repeat it and store it again. Gate rows of one group share its threads,
     # and with them what these load of the activations: [token, gate row, group, column].
     row = jnp.minimum(pl.program_id(2) * size + jnp.arange(size, dtype=jnp.int32), tokens - 1)
-    place = launch_next(jnp.arange(tiles.experts, dtype=jnp.int32), interpret)
-    expert = pl.program_id(0) * tiles.experts + place
+    first = launch_next(pl.program_id(0), interpret) * tiles.experts
+    expert = first + jnp.arange(tiles.experts, dtype=jnp.int32)
     expert = expert.reshape(1, -1, tiles.groups, 1)
     row = jnp.broadcast_to(row[:, None, None, None], (size, 1, tiles.groups, 1))
     width //= tiles.splits
@@ -101,8 +101,8 @@ def _select_body(
     bits, turns = k.bit_length(), pl.cdiv(tokens, size)
     # As [experts / 32, token, 32] a warp has a token, and what it looks for needs no barrier. Or
     # instead of + hides from Triton that neighbours could be loaded together, in another layout.
-    block = jnp.arange(pl.next_power_of_2(pl.cdiv(experts, LANES)), dtype=jnp.int32)
-    block = launch_next(block, interpret)
+    first = launch_next(jnp.int32(0), interpret)
+    block = first + jnp.arange(pl.next_power_of_2(pl.cdiv(experts, LANES)), dtype=jnp.int32)
     expert = (block[:, None, None] * LANES) | jnp.arange(LANES, dtype=jnp.int32)
     expert = jnp.broadcast_to(expert, (len(block), size, LANES))
     bias = plt.load(bias_ref.at[expert], mask=expert < experts, other=0)
