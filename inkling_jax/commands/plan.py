@@ -139,7 +139,7 @@ def _show_splitting(plan: "ij.Plan") -> None:
     all_ = [p.temporaries / 2**30 for p in plan.programs if p.name.startswith("prefill")]
     print(
         f"sp=on is expected to save {plan.split_saves:.0%} of a prefill's time (measured on two "
-        "H200s: 5 %;\n  published on GB200s: 22 % at tp=4, 26 % at tp=8);\n"
+        "H200s: 4 %;\n  published on GB200s: 22 % at tp=4, 26 % at tp=8);\n"
         f"  it holds {held[1]:.2f} instead of {held[0]:.2f} GiB between collectives, and plans "
         f"{all_[1]:.2f} instead of {all_[0]:.2f} GiB\n  of temporaries (published: 1.3 to 1.9 less)"
         f"{', on a CPU' if plan.memory.analytic else ''}"

@@ -13,15 +13,17 @@ was measured on H200s with JAX 0.11.2; files are under scripts/results:
 - products: a bfloat16 8192³ product through XLA, 648 to 674 TFLOP/s (prefill_h200.json,
   prefill_more_h200.json, kernels_h200.json).
 - experts: what six layers over two devices take for 8,192 tokens beyond the same without experts,
-  385 to 398 TFLOP/s (sharded_h200.json). The kernels alone reach 456 to 509, a TP4 rank's columns
-  341 to 361, and with 2,048 tokens 237 (kernels_h200.json): shorter prefills are slower than
-  planned, 2,200 tokens of a TP4 rank's twelve layers by half (prefill_more_h200.json).
-- attention: 191 TFLOP/s where layers slide, 416 where they are full (kernels_h200.json), in the
-  proportion of a prefill of 8,192 tokens.
-- hop: NCCL's sum in front of `conv_mix` between two devices, `conv_mix` taken off; the collectives
-  of a decoding step took 13 µs each (sharded_h200.json).
-- peers: what `allreduce_conv_mix` takes between two devices beyond `conv_mix`: 6.5 µs of one row to
-  9.0 of eight, and 9.0 of one row within a decoding step (sharded_h200.json).
+  405 to 410 TFLOP/s (sharded_h200.json), 385 to 398 in the run before, which the rate is of. The
+  kernels alone reach 482 to 513, a TP4 rank's columns 350 to 368, and with 2,048 tokens 239
+  (kernels_prefill_h200.json): shorter prefills are slower than planned, 2,200 tokens of a TP4
+  rank's twelve layers by half (prefill_more_h200.json).
+- attention: 191 TFLOP/s where layers slide, 416 where they are full (kernels_h200.json, beside
+  another benchmark; alone 302 and 544, kernels_prefill_h200.json), in the proportion of a prefill
+  of 8,192 tokens.
+- hop: what NCCL's sum in front of `conv_mix` adds to a decoding step, 14 µs between two devices;
+  alone it takes 8 µs (sharded_h200.json).
+- peers: what `allreduce_conv_mix` takes between two devices beyond `conv_mix`: 6.3 µs of one row to
+  8.6 of eight, and 9.0 of one row within a decoding step of an earlier run (sharded_h200.json).
 - reduce, gather: 8,192 × 4,608 bfloat16 between two devices by NCCL: all-reduce 390 µs,
   reduce-scatter and all-gather 440 µs together. No committed file has these alone; with them, a
   prefill over two H200s is met within 10 % (sharded_h200.json).
