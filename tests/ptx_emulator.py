@@ -12,7 +12,7 @@ import numpy as np
 
 
 def elementwise_inline_asm(asm, *, args, constraints, pack, result_shape_dtypes):
-    """Stands in for `pallas.triton.elementwise_inline_asm`: one float32 result, four a thread."""
+    """Stands in for `pallas.triton.elementwise_inline_asm`, of the PTX that kernels here use."""
     if asm.startswith("griddepcontrol"):  # no launch follows
         return args
     if asm.startswith("fma.rn.f32"):

@@ -48,7 +48,10 @@ def assert_routed(out, z, gate, bias, real, k, tolerance):
     assert_plan_lists(plan, jnp.asarray(picks), experts)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 24, 8), (5, 12, 2), (17, 6, 4)])
+SHAPES = [(1, 24, 8), (5, 12, 2), (17, 6, 4), (64, 24, 8)]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), SHAPES)
 def test_matches_reference(tokens, experts, k):
     dtype = jnp.float32 if tokens == 5 else jnp.bfloat16
     z, gate, bias, real = make_inputs(tokens, tokens, experts, 96, dtype)
@@ -117,5 +120,6 @@ def test_refusals_name_the_value():
     assert "hidden size 40" in unsupported(1, 40, 8)
     assert "6 experts per token" in unsupported(1, 4608, 6)
     assert "256 experts per token" in unsupported(1, 4608, 256)
+    assert "16 experts per token of 64 tokens" in unsupported(64, 4608, 16)
     with pytest.raises(ValueError, match="3 experts per token"):
         route(*make_inputs(0, 1, 12, 32), k=3, scale=SCALE)

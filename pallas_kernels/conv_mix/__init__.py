@@ -149,6 +149,7 @@ def conv_mix_long(
     """`conv_mix` of any number of tokens, which leaves writing the ring to its caller.
 
     Args:
+      u: float32 [B, T, D] sublayer output, every token of it.
       before: float32 [B, c - 1, D] inputs of the tokens before these, zeros before position 0.
       partial: as `conv_mix` takes it; donated.
       (others): as `conv_mix` takes them.

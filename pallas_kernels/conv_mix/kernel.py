@@ -109,8 +109,8 @@ def _body(given, ring_ref, out_refs, exchanges=None, done=None, *, eps, norm_eps
     queries = [load(given.queries.at[n, columns]) for n in range(len(given.norms))]
     norms = [load(norm.at[columns]).astype(jnp.float32) for norm in given.norms]
     before = [load(given.partial.at[at])] if given.partial is not None else []
-    if exchanges:
-        plgpu.griddepcontrol_launch_dependents()
+    if exchanges:  # on a GPU
+        plgpu.griddepcontrol_launch_dependents()  # see pallas_kernels/launch.py
         cluster.prepare(exchanges)
 
     group = _group(peers)

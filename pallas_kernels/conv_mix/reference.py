@@ -43,6 +43,7 @@ def conv_mix(u, partial, blocks, scales, queries, norms, weight, state, start, l
     """Arguments and results as `pallas_kernels.conv_mix.conv_mix`."""
     u = u if u.ndim == 3 else u.sum(axis=2)
     y, state = short_conv(u, weight, state, start, lengths)
+    y = jnp.where((jnp.arange(u.shape[1]) < lengths[:, None])[..., None], y, 0)
     return *_add_and_mix(y, partial, blocks, scales, queries, norms, **options), state
 
 

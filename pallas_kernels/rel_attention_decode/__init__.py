@@ -78,7 +78,8 @@ def rel_attention_decode(
     if window is not None and slots <= window:
         window = None  # no position is ever far enough from another
     if config is None:
-        reach = slots if window is None else min(slots, window + tokens - 1)
+        # A window begins within a block of keys.
+        reach = slots if window is None else min(slots, window + tokens + tiles.KEYS - 2)
         rows = kernel.tile_rows(tokens, heads // kv_heads)
         config = tiles.choose(batch, kv_heads, rows, reach)
     partial_out, lse = kernel.split_attention(

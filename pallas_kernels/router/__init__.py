@@ -4,12 +4,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.moe_experts import Plan
 from pallas_kernels.router import kernel, tiles
-from pallas_kernels.router.tiles import TileConfig
+from pallas_kernels.router.tiles import SELECTED, TileConfig
 
 __all__ = ["Plan", "TileConfig", "route", "unsupported"]
 
 MAX_TOKENS = 64
-MAX_PICKS = 128  # in the kernel's bits
+MAX_PICKS = 128
+WORD = 32  # bits, which hold the picks of every turn
 
 
 def unsupported(tokens: int, hidden: int, k: int) -> str | None:
@@ -20,6 +21,8 @@ def unsupported(tokens: int, hidden: int, k: int) -> str | None:
         return f"hidden size {hidden} is not a multiple of 32"
     if k & (k - 1) or k > MAX_PICKS:
         return f"{k} experts per token are not a power of two up to {MAX_PICKS}"
+    if -(-tokens // SELECTED) * k.bit_length() > WORD:
+        return f"{k} experts per token of {tokens} tokens are more than {WORD} bits hold"
     return None
 
 

@@ -4,7 +4,9 @@ import dataclasses
 import math
 
 TOKENS = 8  # rows of activations that share one pass over the gate
-SELECTED = 8  # tokens whose experts are picked at a time: more would not fit the registers
+# Tokens whose experts are picked at a time. More would not fit the registers; with fewer, not all
+# items of an expert (eight rows each, of 64 tokens) would find a place in the plan.
+SELECTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,9 @@ class TileConfig:
 
 
 def choose(tokens: int, experts: int, hidden: int) -> TileConfig:
-    """One gate row a program for one token, two for two, more of a range of columns for more.
+    """One gate row a program for one token, two for two, sixteen of a range of columns for more.
+
+    From 17 tokens on, which take turns, there are programs enough with four rows and all columns.
 
     All that a program reads of the gate is under way at once. With eight tokens a range of sixteen
     rows is as long as twice that of the activations, which each program reads; but one program adds
