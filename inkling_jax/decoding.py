@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from inkling_jax import generation, speculative
@@ -19,6 +20,8 @@ from inkling_jax.proposing import Speculator
 from inkling_jax.sampling import KEY_KIND
 from inkling_jax.speculative import Rounds, SpecState
 from sharding.partition import by_row, everywhere
+
+KEY_WORDS = 2  # of KEY_KIND
 
 
 @jax.tree_util.register_dataclass
@@ -73,22 +76,31 @@ class Packed:
         """Undoes `of`, of a traced array or of one that was fetched."""
         parts, at = [], 0
         for like in self.shapes:
-            is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-            size = 2 if is_key else math.prod(like.shape[1:])
-            part, at = self.words[:, at : at + size], at + size
-            if is_key:
-                parts.append(jax.random.wrap_key_data(part.view(jnp.uint32), impl=KEY_KIND))
-                continue
-            part = part.astype(bool) if like.dtype == bool else part.view(like.dtype)
-            parts.append(part.reshape(like.shape))
+            size = KEY_WORDS if _is_key(like.dtype) else math.prod(like.shape[1:])
+            parts.append(_part(self.words[:, at : at + size], like))
+            at += size
         return jax.tree.unflatten(self.tree, parts)
 
 
+def _is_key(dtype: DTypeLike) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def _words(part: jax.Array) -> Int32[Array, "B w"]:
-    if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+    if _is_key(part.dtype):
         part = jax.random.key_data(part)
+        assert part.shape[1:] == (KEY_WORDS,)
+    assert part.dtype == bool or part.dtype.itemsize == 4
     part = part.astype(jnp.int32) if part.dtype == bool else part.view(jnp.int32)
     return part.reshape(part.shape[0], -1)
+
+
+def _part(words, like: jax.ShapeDtypeStruct):
+    """Undoes `_words`, of an array like this one."""
+    if _is_key(like.dtype):
+        return jax.random.wrap_key_data(words.view(jnp.uint32), impl=KEY_KIND)
+    part = words.astype(bool) if like.dtype == bool else words.view(like.dtype)
+    return part.reshape(like.shape)
 
 
 @jax.tree_util.register_dataclass
