@@ -20,6 +20,8 @@ from inkling_jax.sampling import KEY_KIND
 from inkling_jax.speculative import Rounds, SpecState
 from sharding.partition import by_row, everywhere
 
+KEY, KEY_WORDS = "key", 2  # one random key of KEY_KIND
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +57,13 @@ class Packed:
     """Small arrays of a batch, all in one: a call pays for each array, the host for each transfer.
 
     words: the arrays' elements side by side, of 32 bits each, floats by their bits.
-    shapes, tree: static; of the arrays, and what they make.
+    kinds, tree: static; the arrays' shapes and the names of their dtypes, and what they make. No
+      objects with an `__eq__` in Python: JAX compares these at every call, and says of an interrupt
+      in one of them (Ctrl-C) that the comparison failed.
     """
 
     words: Int32[Array, "B w"]
-    shapes: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
+    kinds: tuple[tuple[tuple[int, ...], str], ...] = dataclasses.field(metadata={"static": True})
     tree: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -67,28 +71,37 @@ class Packed:
         """Puts arrays [B, ...] of bool, int32, float32 or random keys side by side."""
         parts, tree = jax.tree.flatten(small)
         joined = jnp.concatenate([_words(part) for part in parts], axis=1)
-        return cls(joined, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts), tree)
+        names = (KEY if _is_key(part) else part.dtype.name for part in parts)
+        return cls(joined, tuple(zip((part.shape for part in parts), names, strict=True)), tree)
 
     def unpack(self) -> Any:
         """Undoes `of`, of a traced array or of one that was fetched."""
         parts, at = [], 0
-        for like in self.shapes:
-            is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-            size = 2 if is_key else math.prod(like.shape[1:])
-            part, at = self.words[:, at : at + size], at + size
-            if is_key:
-                parts.append(jax.random.wrap_key_data(part.view(jnp.uint32), impl=KEY_KIND))
-                continue
-            part = part.astype(bool) if like.dtype == bool else part.view(like.dtype)
-            parts.append(part.reshape(like.shape))
+        for shape, name in self.kinds:
+            size = KEY_WORDS if name == KEY else math.prod(shape[1:])
+            parts.append(_part(self.words[:, at : at + size], shape, name))
+            at += size
         return jax.tree.unflatten(self.tree, parts)
 
 
+def _is_key(part: jax.Array) -> bool:
+    return jnp.issubdtype(part.dtype, jax.dtypes.prng_key)
+
+
 def _words(part: jax.Array) -> Int32[Array, "B w"]:
-    if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+    if _is_key(part):
         part = jax.random.key_data(part)
+        assert part.shape[1:] == (KEY_WORDS,)
+    assert part.dtype == bool or part.dtype.itemsize == 4
     part = part.astype(jnp.int32) if part.dtype == bool else part.view(jnp.int32)
     return part.reshape(part.shape[0], -1)
+
+
+def _part(words, shape: tuple[int, ...], name: str):
+    """Undoes `_words`, of an array of this shape and dtype."""
+    if name == KEY:
+        return jax.random.wrap_key_data(words.view(jnp.uint32), impl=KEY_KIND)
+    return (words.astype(bool) if name == "bool" else words.view(name)).reshape(shape)
 
 
 @jax.tree_util.register_dataclass

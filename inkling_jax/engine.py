@@ -41,6 +41,9 @@ STOP_SLOTS = 16
 class Engine:
     """A model ready to use: `inkling_jax.load` makes one.
 
+    After a batch its cache stays on the device, for the next batch of the same shape; `score`, a
+    batch of another shape or with pictures, and dropping the engine free it.
+
     Attributes:
       params: parameters on the device.
       config: the architecture.
@@ -177,7 +180,9 @@ class Engine:
         room = (capacity + ahead, 1 + ahead)
         with on(self.mesh):
             shape = (padded_rows(len(prompts)), *room)
-            rings = self._spare.pop(shape, None)
+            # Encoding pictures may need the memory that the last batch's rings take.
+            seeing = any(prompt.pictures for prompt in prompts)
+            rings = None if seeing else self._spare.pop(shape, None)
             self._spare.clear()
             logits, rings = read_prompts(
                 self.params, self.config, prompts, *room, scoring, self.speculator, rings

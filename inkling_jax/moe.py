@@ -48,13 +48,13 @@ class Moe(nnx.Module):
     ) -> Float[Array, "B T *k D"]:
         """Returns the device's share of the weighted sum of each real token's experts, float32.
 
-        Where the router's kernel has made the plan, the k summands instead; those of padding may
-        hold anything.
+        Padding gives zeros. Where the router's kernel has made the plan and the device has all
+        experts, the k summands instead, and those of padding may hold anything.
 
         Args:
           z: the device's own tokens, as the router reads them.
           rounded: the same in the dtype of products, for the experts.
-          count: how many tokens of each row are real; padding gives zeros.
+          count: how many tokens of each row are real.
         """
         config = self.config
         every = collectives.gather_tokens(rounded)

@@ -38,7 +38,8 @@ OPERATIONS = (
     *(EXPERTS, ATTENTION, ROUTER, SAMPLING, MIX, REDUCE_MIX, DRAFT),
     *(MIX_LONG, PREPARE_LONG, PREFILL, IMAGE),
 )
-# Of more, NCCL's sum in front of conv_mix is faster (scripts/results/sharded_h200.json).
+# Of 64, NCCL's sum in front of conv_mix is faster (scripts/results/sharded_h200.json); what lies
+# between was not measured.
 REDUCED_ROWS = 8
 MAX_QUERIES = 8  # longer calls are prefill
 

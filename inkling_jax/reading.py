@@ -124,11 +124,11 @@ def read_prompts(
     """Reads whole prompts into a cache of `capacity` tokens a row.
 
     Args:
+      scoring, speculator: one of them at most.
       rings: those of a batch of this shape that has ended, to be used up; None: new ones are made.
 
     Returns:
       The logits after each prompt and the rings, of B = `padded_rows` rows.
-      Scoring and drafting exclude each other.
     """
     assert scoring is None or speculator is None
     rows = padded_rows(len(prompts))

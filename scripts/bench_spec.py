@@ -69,7 +69,8 @@ def main() -> None:
         for part in args.parts:
             for _ in measures[part](engine, source, args, result, end):
                 write_json(file, result | {"kernels": chosen()})
-        plot(result, args.out.with_suffix(".png"))
+        if any(part in result for part in PLOTTED):
+            plot(result, args.out.with_suffix(".png"))
         leave(0)
 
 
@@ -150,6 +151,8 @@ def measure_sharing(
     end: float,
 ) -> Iterator[None]:
     """Adds batches of rows by kind and temperature, continued behind a reply's end."""
+    if time.monotonic() > end:
+        return
     widest = verifying(engine.speculator, engine.speculator.drafts)
     chooses = with_costs(engine.params, engine.config, widest)
     engine = dataclasses.replace(engine, speculator=chooses)

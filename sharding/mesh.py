@@ -118,6 +118,9 @@ PRESETS = {
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Arranges devices, by default the first ones that JAX sees.
 
+    These lie in the order of their ids, from 0 on, as kernels need that read other devices' memory;
+    where a mesh has another order, Pallas refuses to lower them.
+
     Raises:
       MeshError: there are fewer devices than the mesh needs, or processes would be left out.
     """

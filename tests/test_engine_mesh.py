@@ -6,10 +6,15 @@ import jax
 import jax.monitoring
 import numpy as np
 import pytest
+from helpers import tiny_params
+from helpers_dspark import TARGET, speculator
 from safetensors.numpy import load_file
 
 import inkling_jax as ij
 from inkling_jax import cli
+from inkling_jax.engine import Engine
+from inkling_jax.model import param_shardings
+from sharding.mesh import MeshConfig, make_mesh
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NANO = Path(__file__).parent.parent / "checkpoints/inkling-jax-nano"
@@ -50,6 +55,27 @@ def test_the_reference_is_continued_greedily_by_compiled_programs(small):
     outputs = small.generate([prompt, prompt[:-1]], greedy)
     jax.monitoring.unregister_event_duration_listener(listen)
     assert outputs[0].token_ids == tokens and not compiled
+
+
+@pytest.mark.long
+def test_a_drafter_goes_on_in_the_rings_of_the_last_batch():
+    """Each device's part of them, where it lay; replies are what they are in new ones."""
+    mesh = make_mesh(MeshConfig(dp=2, tp=2))
+    params = jax.device_put(tiny_params(TARGET), param_shardings(tiny_params(TARGET), mesh))
+    engine = Engine(params, TARGET, context=64, speculator=speculator(3), mesh=mesh)
+    greedy = ij.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    longer, prompt = [3, 14, 15, 9, 26, 5, 35], [9, 26]
+
+    def places():
+        [rings] = engine._spare.values()
+        shards = [shard for array in jax.tree.leaves(rings) for shard in array.addressable_shards]
+        return [shard.data.unsafe_buffer_pointer() for shard in shards]
+
+    [cold] = engine.generate([prompt], greedy)
+    engine.generate([longer], greedy)
+    before = places()
+    [warm] = engine.generate([prompt], greedy)
+    assert warm.token_ids == cold.token_ids and places() == before
 
 
 @pytest.mark.long

@@ -59,6 +59,13 @@ def test_a_mesh_has_neighbours_in_a_tp_group():
     assert [d.id for d in mesh.devices[1].flat] == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("text", ["tp=8", "dp=2,cp=2,ep=2", "tp=4"])
+def test_devices_lie_in_the_order_of_their_ids(text):
+    """As kernels that add up over a mesh need."""
+    mesh = make_mesh(MeshConfig.parse(text))
+    assert [d.id for d in mesh.devices.flat] == [*range(mesh.size)]
+
+
 def test_more_devices_than_there_are_is_refused():
     with pytest.raises(MeshError, match=r"needs 16 devices, 8 are there; use at most 8, or sim"):
         make_mesh(MeshConfig(tp=16))

@@ -117,6 +117,18 @@ def test_splitting_tokens_is_expected_to_pay(small, tp):
         assert split.expected(hardware.reachable) < whole.expected(hardware.reachable)
 
 
+def test_rows_are_summed_within_kernels_where_one_process_has_the_mesh(small):
+    """Up to eight devices, of up to eight rows."""
+
+    def kinds(rows, **sizes):
+        shard = dataclasses.replace(small, mesh=MeshConfig(**sizes))
+        work = floors.step("", shard, rows, 0, 1, 1)
+        return {c.kind for c in work.collectives if c.where in ("attention", "moe")}
+
+    assert kinds(8, tp=4, dp=2) == {ops.REDUCE_MIX}
+    assert kinds(9, tp=4, dp=2) == kinds(8, tp=4, dp=4) == {"all-reduce"}
+
+
 def measured(name, **named):
     """The rows of a committed result that say so."""
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]

@@ -268,14 +268,11 @@ def _collectives(
     add = "reduce-scatter" if split_tokens else "all-reduce"
     own = wide // mesh.ep if split_tokens else wide  # the parts of ep have the same sums
     few = new <= ops.REDUCED_ROWS and not split_tokens
-
-    def ending(devices: int) -> str:
-        return ops.REDUCE_MIX if few and devices <= MAX_RANKS else add
-
+    end = ops.REDUCE_MIX if few and mesh.devices <= MAX_RANKS else add
     found = [
         Collective(add, "embed", 1, own * ACTIVATION, mesh.tp),
-        Collective(ending(mesh.tp), "attention", layers, own * SUM, mesh.tp),
-        Collective(ending(everyone), "moe", layers, wide * SUM, everyone),
+        Collective(end, "attention", layers, own * SUM, mesh.tp),
+        Collective(end, "moe", layers, wide * SUM, everyone),
         Collective("all-gather", "unembed", 1, rows * logits * text.vocab_size * SUM, mesh.tp),
         Collective("all-reduce", "attention/softmax", len(full), queries * SUM, mesh.cp),
         Collective(

@@ -28,8 +28,9 @@ was measured on H200s with JAX 0.11.2; files are under scripts/results:
   reduce-scatter and all-gather 440 µs together. No committed file has these alone; with them, a
   prefill over two H200s is met within 10 % (sharded_h200.json).
 
-Assumed: that 4 or 8 devices exchange as fast as two, and that other devices, none of which was
-measured, reach the same shares of their peaks and take as long for launches and exchanges.
+Assumed: that one process runs a mesh of up to 8 devices, that 4 or 8 exchange as fast as two, and
+that other devices, none of which was measured, reach the same shares of their peaks and take as
+long for launches and exchanges.
 """
 
 import dataclasses

@@ -35,12 +35,12 @@ def sharing(
     return {name: figures(outputs) for name, outputs in timed.items()} | {"same_texts": same}
 
 
-def figures(batches: Sequence[Sequence[ij.GenerationOutput]]) -> dict[str, Any]:
+def figures(timed: Sequence[Sequence[ij.GenerationOutput]]) -> dict[str, Any]:
     """Sums up batches of replies: tokens after the first ones, and drafts verified in a round."""
-    outputs = list(itertools.chain.from_iterable(batches))
+    outputs = list(itertools.chain.from_iterable(timed))
     tokens = sum(len(o.token_ids) - 1 for o in outputs)
     rounds = [entry for o in outputs for entry in o.stats["rounds"]]
-    seconds = sum(batch[0].stats["decode_seconds"] for batch in batches)
+    seconds = sum(batch[0].stats["decode_seconds"] for batch in timed)
     return {
         "prompts": len(outputs),
         "tokens": tokens,

@@ -46,9 +46,9 @@ def time_reply(
         temperature=temperature, seed=seed, max_tokens=tokens + 1, ignore_eos=not stops
     )
     [reply] = engine.generate([prompt], setting)
-    tokens = len(reply.token_ids) - 1
-    rounds = len(reply.stats["rounds"]) if engine.speculator else tokens
-    return tokens, rounds, reply.stats.get("decode_seconds", 0.0)
+    given = len(reply.token_ids) - 1
+    rounds = len(reply.stats["rounds"]) if engine.speculator else given
+    return given, rounds, reply.stats.get("decode_seconds", 0.0)
 
 
 def verifying(speculator: Speculator, drafts: int) -> Speculator:
