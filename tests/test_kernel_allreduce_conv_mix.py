@@ -76,7 +76,7 @@ def make_inputs(ranks, tokens=2):
 
 def test_the_plain_version_adds_up_first():
     mesh = mesh_of({"tp0": 2, "tp1": 2})
-    options = {"dtype": jnp.float32, **mixing.EPS}
+    options = {"dtypes": (jnp.float32,), **mixing.EPS}
     inputs = make_inputs(4)
     whole = conv_mix_reference(**{**inputs, "u": inputs["u"].sum(axis=0)}, **WHERE, **options)
     parts = on_devices(
@@ -103,7 +103,7 @@ def test_the_kernel_keeps_the_order_of_the_protocol(tokens):
     mesh = mesh_of({"dp": 1, "tp0": 2, "tp1": 2})
 
     def run(u, **given):
-        options = {"dtype": jnp.float32, **mixing.EPS}
+        options = {"dtypes": (jnp.float32,), **mixing.EPS}
         return contract.allreduce_conv_mix(u, axes=("tp0", "tp1"), **given, **options)
 
     program = jax.make_jaxpr(lambda inputs: on_devices(run, mesh, inputs))(make_inputs(4, tokens))
