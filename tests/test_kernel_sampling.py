@@ -57,6 +57,16 @@ def test_many_equal_ones_at_the_top():
     np.testing.assert_array_equal(ids, [3 + 5 * 49, 3 + 5 * 6])
 
 
+@pytest.mark.parametrize("largest", [[5, 9, 7, 8, 6, 4], [6, 9, 7, 6, 8, 6], [6] * 6, [7, 3, 8]])
+def test_what_reaches_the_floor_is_held_equal_or_not(largest):
+    """Else a search would read the whole row, which takes twenty times as long."""
+    values = np.array(largest, np.float32)
+    head, floor = kernel.choose_head(jnp.asarray(values)[None], interpret=True)
+    held = np.flatnonzero([(values >= value).sum() <= kernel.HEAD for value in values])
+    np.testing.assert_array_equal(head[0], [*held, *[-1] * (kernel.HEAD - len(held))])
+    np.testing.assert_array_equal(np.flatnonzero(values.view(np.int32) >= floor[0]), held)
+
+
 def test_refusals_name_the_value():
     assert "2000000" in sampling.unsupported(2_000_000)
     assert sampling.unsupported(200_058) is None

@@ -2,9 +2,9 @@
 
 Only few of a row's values can be the last one kept, and those with the largest values are found
 through the largest of each group of neighbours: whatever is at least `floor`, the HEADth largest of
-these, lies in the HEAD groups that reach it. One program holds these in registers and finds each
-threshold bit by bit, as the plain version does. Where they do not reach far enough (a large k, many
-equal values), the same search reads the whole row instead.
+these, lies in the groups that reach it (a step more where equal ones are too many). One program
+holds these in registers and finds each threshold bit by bit, as the plain version does. Where they
+do not reach far enough (a large k, many equal values), the same search reads the whole row instead.
 
 Where p alone cuts, `tally.py` has found its threshold before.
 
@@ -61,8 +61,7 @@ def _group_body(logit_ref, largest_ref, sum_ref):
 def choose_head(largest: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """[B, groups] -> the groups that reach `floor` [B, HEAD], -1 for none; `floor` as integer [B].
 
-    Where more than HEAD do, because they are equal, it is the largest integer: nothing is sure to
-    be among those that were chosen.
+    It is the HEADth largest of the groups, or the next integer where more than HEAD reach that.
     """
     rows = largest.shape[0]
     return pl.pallas_call(
@@ -82,14 +81,19 @@ def _head_body(largest_ref, head_ref, floor_ref):
     row, groups = pl.program_id(0), largest_ref.shape[1]
     at = jnp.arange(pl.next_power_of_2(groups), dtype=jnp.int32)
     rank = order_of(load_row(largest_ref, row, at), at < groups)
-    floor = _largest(lambda t: (rank >= t).astype(jnp.int32).sum() >= HEAD, LOWEST, 32)
-    reaches = (at < groups) & (rank >= floor)
-    place = jnp.cumsum(reaches.astype(jnp.int32)) - 1
-    count = reaches.astype(jnp.int32).sum()
+
+    def reaching(floor):
+        return (rank >= floor).astype(jnp.int32)
+
+    floor = _largest(lambda t: reaching(t).sum() >= HEAD, LOWEST, 32)
+    floor = jnp.maximum(floor, LOWEST + 1)  # what is behind the last group is LOWEST
+    floor += (reaching(floor).sum() > HEAD).astype(jnp.int32)
+    reaches = reaching(floor)
+    place = jnp.cumsum(reaches) - 1
     rest = jnp.arange(HEAD, dtype=jnp.int32)
-    store_row(head_ref, row, place, at, reaches & (place < HEAD))
-    store_row(head_ref, row, rest, jnp.full((HEAD,), -1, jnp.int32), rest >= count)
-    floor_ref[row] = jnp.where(count > HEAD, -1 - LOWEST, jnp.maximum(floor, LOWEST + 1))
+    store_row(head_ref, row, place, at, reaches > 0)
+    store_row(head_ref, row, rest, jnp.full((HEAD,), -1, jnp.int32), rest >= reaches.sum())
+    floor_ref[row] = floor
 
 
 def search(
