@@ -186,9 +186,12 @@ def fetch(report: Packed) -> Seen:
 def _laid_out(
     state: GenerateState | SpecState, tokens: Tokens, rounds: Rounds | None = None
 ) -> tuple[State, Packed]:
-    """Fixes where results lie on a mesh: the state as the next block takes it."""
+    """Fixes where results lie: the state as the next block takes it, the report in host memory.
+
+    There the program itself writes it: a transfer after its end would cost as much as a round.
+    """
     base = state.base if isinstance(state, SpecState) else state
-    report = Packed.of(Seen(tokens, base.finite, base.done, rounds))
+    report = everywhere(Packed.of(Seen(tokens, base.finite, base.done, rounds)))
     apart = State.of(state)
     rings = Rings(on_mesh(apart.rings.cache), by_row(apart.rings.context))
-    return State(rings, by_row(apart.rest)), everywhere(report)
+    return State(rings, by_row(apart.rest)), jax.device_put(report, jax.memory.Space.Host)

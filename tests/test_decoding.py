@@ -34,6 +34,18 @@ def test_a_report_gives_back_what_was_seen(alternatives):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
+def test_reports_lie_in_host_memory(engine, monkeypatch):
+    fetch, kinds = decoding.fetch, []
+
+    def looking(report):
+        kinds.append(report.words.sharding.memory_kind)
+        return fetch(report)
+
+    monkeypatch.setattr(decoding, "fetch", looking)
+    engine.generate([PROMPTS[0]], GREEDY)
+    assert kinds == ["pinned_host"] * 2
+
+
 def test_requests_are_unpacked_as_they_were_packed():
     filters = Filters(jnp.arange(2), jnp.array([0.5, 1.0]), jnp.zeros(2))
     stop_ids = jnp.array([[3, -1, -1], [4, 5, -1]])
