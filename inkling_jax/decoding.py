@@ -25,21 +25,22 @@ KEY, KEY_WORDS = "key", 2  # one random key of KEY_KIND
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """The arrays of a model and its drafter, taken apart once for all calls.
+class Parts[Whole]:
+    """The arrays of something, taken apart for many calls.
 
-    A call would go through Flax's variables one by one, in Python: much beside a few short steps.
+    A call would go through Flax's variables, and make each dataclass anew, in Python: much beside a
+    few short steps.
     """
 
     arrays: list[jax.Array]
     tree: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, params: nnx.State, speculator: Speculator | None) -> Self:
-        """Takes apart what a loop decodes with."""
-        return cls(*jax.tree.flatten((params, speculator)))
+    def of(cls, whole: Whole) -> Self:
+        """Takes apart what a loop decodes with, or what it works on."""
+        return cls(*jax.tree.flatten(whole))
 
-    def join(self) -> tuple[nnx.State, Speculator | None]:
+    def join(self) -> Whole:
         """Undoes `of`."""
         return jax.tree.unflatten(self.tree, self.arrays)
 
@@ -115,26 +116,26 @@ class State:
     rest: what else a `GenerateState` or `SpecState` has, but for `done`.
     """
 
-    rings: Rings
+    rings: Parts[Rings]
     rest: Packed
 
     @classmethod
     def of(cls, state: GenerateState | SpecState) -> Self:
-        """Takes apart what the loops work on."""
+        """Takes apart what the loops work on, and fixes where it lies on a mesh."""
         if isinstance(state, SpecState):
             base, context, spent = state.base, state.context, state.spent
         else:
             base, context, spent = state, None, None
         rest = (base.requests, base.token, base.count, base.finite, spent)
-        return cls(Rings(base.cache, context), Packed.of(rest))
+        rings = Rings(on_mesh(base.cache), by_row(context))
+        return cls(Parts.of(rings), by_row(Packed.of(rest)))
 
     def join(self, done: Bool[Array, " B"]) -> GenerateState | SpecState:
         """Undoes `of`, and says which rows have ended."""
         requests, token, count, finite, spent = self.rest.unpack()
-        base = GenerateState(requests, self.rings.cache, token, count, done, finite)
-        if self.rings.context is None:
-            return base
-        return SpecState(base, self.rings.context, spent)
+        cache, context = self.rings.join()
+        base = GenerateState(requests, cache, token, count, done, finite)
+        return base if context is None else SpecState(base, context, spent)
 
 
 class Seen(NamedTuple):
@@ -153,13 +154,13 @@ def begin(
     """Draws each row's first token; returns the state and, packed, what there is to see."""
     cache, context = rings
     if context is None:
-        return _laid_out(*generation.begin(logits, cache, requests, alternatives))
-    return _laid_out(*speculative.begin(logits, cache, context, requests, alternatives))
+        return _apart(*generation.begin(logits, cache, requests, alternatives))
+    return _apart(*speculative.begin(logits, cache, context, requests, alternatives))
 
 
 @jax.jit(static_argnames=("config", "steps", "alternatives"), donate_argnames="state")
 def advance(
-    parts: Parts,
+    parts: Parts[tuple[nnx.State, Speculator | None]],
     config: Config,
     state: State,
     ended: Bool[Array, " B"] | np.ndarray,
@@ -169,9 +170,9 @@ def advance(
     """Takes a block of steps, or of rounds; the state is used up. `ended` rows take no part."""
     (params, speculator), begun = parts.join(), state.join(by_row(ended))
     if isinstance(begun, GenerateState):
-        return _laid_out(*generation.decode_block(params, config, begun, steps, alternatives))
+        return _apart(*generation.decode_block(params, config, begun, steps, alternatives))
     assert speculator is not None
-    return _laid_out(
+    return _apart(
         *speculative.decode_block(
             params, config, speculator, begun, steps, alternatives=alternatives
         )
@@ -183,15 +184,13 @@ def fetch(report: Packed) -> Seen:
     return dataclasses.replace(report, words=np.asarray(report.words)).unpack()
 
 
-def _laid_out(
+def _apart(
     state: GenerateState | SpecState, tokens: Tokens, rounds: Rounds | None = None
 ) -> tuple[State, Packed]:
-    """Fixes where results lie: the state as the next block takes it, the report in host memory.
+    """Returns the state as the next block takes it, and the report in host memory.
 
     There the program itself writes it: a transfer after its end would cost as much as a round.
     """
     base = state.base if isinstance(state, SpecState) else state
     report = everywhere(Packed.of(Seen(tokens, base.finite, base.done, rounds)))
-    apart = State.of(state)
-    rings = Rings(on_mesh(apart.rings.cache), by_row(apart.rings.context))
-    return State(rings, by_row(apart.rest)), jax.device_put(report, jax.memory.Space.Host)
+    return State.of(state), jax.device_put(report, jax.memory.Space.Host)

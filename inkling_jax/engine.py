@@ -209,11 +209,11 @@ class Engine:
             stats["decode_seconds"] = time.perf_counter() - started - stats["prefill_seconds"]
             yield
         self._spare.clear()
-        self._spare[shape] = state.rings
+        self._spare[shape] = state.rings.join()
 
     @functools.cached_property
-    def _parts(self) -> decoding.Parts:
-        return decoding.Parts.of(self.params, self.speculator)
+    def _parts(self) -> decoding.Parts[tuple[nnx.State, Speculator | None]]:
+        return decoding.Parts.of((self.params, self.speculator))
 
     @functools.cached_property
     def _spare(self) -> dict[tuple[int, int, int], Rings]:
