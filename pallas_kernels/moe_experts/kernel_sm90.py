@@ -1,7 +1,7 @@
 """Both projections as Pallas-Triton kernels around the MMA steps of `ptx.py` (Hopper and later).
 
-One program owns 32 rows (per row warp) of one work item's expert; its warps share the columns and
-add up at the end. Everything is one-dimensional with four elements per thread, so that element
+One program owns 32 rows of one work item's expert; its warps share the columns and add up at the
+end. Everything is one-dimensional with four elements per thread, so that element
 `128 warp + 4 lane + i` is word i of a lane's 16-byte load and register i of its accumulators.
 """
 
@@ -66,9 +66,9 @@ def down(
 
 
 def _projection(x, plan, w, tiles, run, extra, shape, dtype):
-    grid = (w.words.shape[1] // tiles.row_warps, plan.count.shape[0])
+    grid = (w.words.shape[1], plan.count.shape[0])
     scales = () if w.scales is None else (w.scales,)
-    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], tiles, *run)
+    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], tiles.warps, *run)
     return pl.pallas_call(
         body,
         grid=grid,
@@ -78,11 +78,11 @@ def _projection(x, plan, w, tiles, run, extra, shape, dtype):
     )(*plan, x.reshape(-1), w.outer, w.words, *scales, *extra)
 
 
-def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, start, count, order, x,
+def _body(x_shape, format, steps, warps, one_token, row_of, finish, expert, start, count, order, x,
           outer, words, *rest):  # fmt: skip
     scales, rest = (None, rest) if format == "bfloat16" else (rest[0], rest[1:])
     *extra, out = rest
-    tiles_before = launch_next(pl.program_id(0), interpret=False) * tiles.row_warps
+    tile = launch_next(pl.program_id(0), interpret=False)
     item = pl.program_id(1)
     e = expert[item]
 
@@ -90,9 +90,8 @@ def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, star
     def _():
         # Look-ups wait for each other. One token's items are its picks, with nothing to look up.
         n, first = count[item], item if one_token else start[item]
-        place = jnp.arange(tiles.warps * WORDS, dtype=jnp.int32)
+        place = jnp.arange(warps * WORDS, dtype=jnp.int32)
         warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
-        tile = tiles_before + lax.div(warp, tiles.column_warps)
         # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with
         # another, and theirs are not stored.
         lane = 0 if one_token else jnp.minimum(lax.div(word, 16), n - 1)
@@ -101,9 +100,9 @@ def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, star
         acts = row * x_shape[1] + column
         sums = [jnp.zeros(place.shape, jnp.float32)] * 2
         # Unrolled: rolled loops and prefetching by hand both measured slower.
-        for s in range(pl.cdiv(steps, tiles.column_warps)):
-            step = s * tiles.column_warps + lax.rem(warp, tiles.column_warps)
-            whole = (s + 1) * tiles.column_warps <= steps
+        for s in range(pl.cdiv(steps, warps)):
+            step = s * warps + warp
+            whole = (s + 1) * warps <= steps
             mask, other = (None, None) if whole else (step < steps, 0)  # zeros beyond the last
             step = step if whole else jnp.minimum(step, steps - 1)
             b = [_load_acts(x, acts, step, j, x_shape[1], steps) for j in range(4)]
@@ -121,12 +120,11 @@ def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, star
                     pack=4,
                     result_shape_dtypes=[jax.ShapeDtypeStruct(place.shape, jnp.float32)],
                 )
-        sums = [_add_warps(s, tiles) for s in sums]
+        if warps > 1:  # adding up one would go through shared memory all the same
+            sums = [s.reshape(warps, WORDS).sum(axis=0) for s in sums]
         # Accumulator i of lane 4g + t: row g + 8 (i / 2), token 2t + i % 2.
-        place = jnp.arange(tiles.row_warps * WORDS, dtype=jnp.int32)
-        word = lax.rem(place, WORDS)
+        word = jnp.arange(WORDS, dtype=jnp.int32)
         token = lax.rem(lax.div(word, 4), 4) * 2 + lax.rem(word, 2)
-        tile = tiles_before + lax.div(place, WORDS)
         row = tile * 16 + lax.div(word, 16) + lax.rem(lax.div(word, 2), 2) * 8
         keep = token < n
         # Past the end where not kept: the interpreter stores masked elements too, unchanged.
@@ -152,10 +150,3 @@ def _load_scales(scales, e, tile, step, word):
         return scales[e, tile, step, word]
     shared = lax.div(word, 8) * 4 + lax.rem(word, 4)
     return scales[e, tile, step, plt.max_contiguous(pl.multiple_of(shared, 4), 4)]
-
-
-def _add_warps(s, tiles):
-    if tiles.column_warps == 1:
-        return s
-    s = s.reshape(tiles.row_warps, tiles.column_warps, WORDS).sum(axis=1)
-    return s.reshape(tiles.row_warps * WORDS)
