@@ -129,7 +129,9 @@ def _body(x_shape, format, steps, warps, one_token, row_of, finish, expert, star
         keep = token < n
         # Past the end where not kept: the interpreter stores masked elements too, unchanged.
         place = jnp.where(keep, first + token, order.shape[0])
-        finish(sums, place, order, row, keep, outer[e], out, *extra)
+        # A number for each thread, whose layout decides: SwiGLU in that of the sums would be every
+        # warp's work anew.
+        finish(sums, place, order, row, keep, outer[jnp.full_like(word, e)], out, *extra)
 
 
 def _load_acts(x, acts, step, j, columns, steps):
