@@ -85,11 +85,12 @@ def _body(x_shape, format, steps, warps, one_token, row_of, finish, expert, star
     tile = launch_next(pl.program_id(0), interpret=False)
     item = pl.program_id(1)
     e = expert[item]
+    # One token's items are its picks, with nothing else to look up.
+    n, first = (1, item) if one_token else (count[item], start[item])
 
-    @pl.when(e >= 0)
+    # All three are part of the condition, as otherwise two would be looked up behind it.
+    @pl.when((e | first | (n - 1)) >= 0)
     def _():
-        # Look-ups wait for each other. One token's items are its picks, with nothing to look up.
-        n, first = count[item], item if one_token else start[item]
         place = jnp.arange(warps * WORDS, dtype=jnp.int32)
         warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
         # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with
