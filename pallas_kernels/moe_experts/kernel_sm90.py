@@ -17,14 +17,14 @@ from pallas_kernels.launch import launch_next
 from pallas_kernels.moe_experts.pack import WORDS, PackedExperts
 from pallas_kernels.moe_experts.plan import Plan
 from pallas_kernels.moe_experts.ptx import fragment_product
-from pallas_kernels.moe_experts.tiles import STEP_COLUMNS, TileConfig
+from pallas_kernels.moe_experts.tiles import STEP_COLUMNS
 
 
 def gate_up(
     x: jax.Array,
     plan: Plan,
     w13: PackedExperts,
-    tiles: TileConfig,
+    warps: int,
     gate_softcap: float,
     up_softcap: float,
 ) -> jax.Array:
@@ -42,12 +42,10 @@ def gate_up(
         plt.store(out.at[place, row], act.astype(x.dtype), mask=keep)
 
     run = (tokens == 1, row_of, finish)
-    return _projection(x, plan, w13, tiles, run, (), (slots, inner), x.dtype)
+    return _projection(x, plan, w13, warps, run, (), (slots, inner), x.dtype)
 
 
-def down(
-    h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, tiles: TileConfig
-) -> jax.Array:
+def down(h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, warps: int) -> jax.Array:
     """[T * k, I] in the plan's order -> float32 [T * k, D], each planned slot times its weight."""
     slots, rows = h.shape[0], w2.shape[1]
 
@@ -62,18 +60,18 @@ def down(
             plt.store(out.at[slot, first + 16 * fragment], s * scale, mask=keep)
 
     run, extra = (weights.shape[0] == 1, row_of, finish), (weights.reshape(slots),)
-    return _projection(h, plan, w2, tiles, run, extra, (slots, rows), jnp.float32)
+    return _projection(h, plan, w2, warps, run, extra, (slots, rows), jnp.float32)
 
 
-def _projection(x, plan, w, tiles, run, extra, shape, dtype):
+def _projection(x, plan, w, warps, run, extra, shape, dtype):
     grid = (w.words.shape[1], plan.count.shape[0])
     scales = () if w.scales is None else (w.scales,)
-    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], tiles.warps, *run)
+    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], warps, *run)
     return pl.pallas_call(
         body,
         grid=grid,
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         name="moe_experts_" + w.format,
     )(*plan, x.reshape(-1), w.outer, w.words, *scales, *extra)
 
@@ -82,8 +80,7 @@ def _body(x_shape, format, steps, warps, one_token, row_of, finish, expert, star
           outer, words, *rest):  # fmt: skip
     scales, rest = (None, rest) if format == "bfloat16" else (rest[0], rest[1:])
     *extra, out = rest
-    tile = launch_next(pl.program_id(0), interpret=False)
-    item = pl.program_id(1)
+    program, item = pl.program_id(0), pl.program_id(1)
     e = expert[item]
     # One token's items are its picks, with nothing else to look up.
     n, first = (1, item) if one_token else (count[item], start[item])
@@ -91,6 +88,8 @@ def _body(x_shape, format, steps, warps, one_token, row_of, finish, expert, star
     # All three are part of the condition, as otherwise two would be looked up behind it.
     @pl.when((e | first | (n - 1)) >= 0)
     def _():
+        # Idle programs end at once, which lets the next launch begin as well.
+        tile = launch_next(program, interpret=False)
         place = jnp.arange(warps * WORDS, dtype=jnp.int32)
         warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
         # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with

@@ -129,7 +129,7 @@ def moe_experts_slots(
 def _call(x, weight, plan, w, shape, **options):
     _, count, steps, *_ = w.words.shape
     assert w.format == "nvfp4" and w.columns == steps * tiles.STEP_COLUMNS
-    cut = tiles.choose(count * tiles.TILE_ROWS, w.columns, plan.count.shape[0])
+    warps = tiles.choose_warps(count * tiles.TILE_ROWS, w.columns, plan.count.shape[0])
     (first, constraints), (second, _) = (fragment_product("nvfp4", i) for i in range(2))
     return jax_triton.triton_call(
         *plan,
@@ -141,13 +141,13 @@ def _call(x, weight, plan, w, shape, **options):
         kernel=_projection,
         out_shape=shape,
         grid=(count, plan.count.shape[0]),
-        num_warps=cut.warps,
+        num_warps=warps,
         num_stages=1,
         WIDTH=x.shape[1],
         ROWS=shape.shape[1],
         TILES=count,
         STEPS=steps,
-        WARPS=cut.warps,
+        WARPS=warps,
         FIRST=first,
         SECOND=second,
         CONSTRAINTS=constraints,
