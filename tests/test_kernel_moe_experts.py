@@ -71,10 +71,10 @@ def test_five_tokens_one_of_them_padding(format, monkeypatch):
 
 
 def test_a_rank_has_more_warps_along_the_columns_where_programs_are_few():
-    few, many = (tiles.choose(1152, 4608, items) for items in (8, 64))
-    assert (few.column_warps, many.column_warps) == (8, 4)
-    few, many = (tiles.choose(4608, 576, items) for items in (8, 64))  # nine steps
-    assert (few.column_warps, many.column_warps) == (4, 1)
+    few, many = (tiles.choose_warps(1152, 4608, items) for items in (8, 64))
+    assert (few, many) == (8, 4)
+    few, many = (tiles.choose_warps(4608, 576, items) for items in (8, 64))  # nine steps
+    assert (few, many) == (4, 1)
 
 
 @pytest.mark.long

@@ -77,9 +77,9 @@ def moe_experts_slots(
     if weights.shape[0] * weights.shape[1] != plan.order.shape[0]:
         raise ValueError(f"moe_experts: weights {weights.shape} do not fit {plan.order.shape[0]}")
     items = plan.count.shape[0]
-    cut = tiles.choose(2 * inner, hidden, items)
-    h = kernel_sm90.gate_up(x, plan, w13, cut, gate_softcap, up_softcap)
-    y = kernel_sm90.down(h, weights, plan, w2, tiles.choose(hidden, inner, items))
+    warps = tiles.choose_warps(2 * inner, hidden, items)
+    h = kernel_sm90.gate_up(x, plan, w13, warps, gate_softcap, up_softcap)
+    y = kernel_sm90.down(h, weights, plan, w2, tiles.choose_warps(hidden, inner, items))
     return y.reshape(*weights.shape, hidden)
 
 

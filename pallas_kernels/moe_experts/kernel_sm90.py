@@ -1,7 +1,7 @@
 """Both projections as Pallas-Triton kernels around the MMA steps of `ptx.py` (Hopper and later).
 
-One program owns 32 rows (per row warp) of one work item's expert; its warps share the columns and
-add up at the end. Everything is one-dimensional with four elements per thread, so that element
+One program owns 32 rows of one work item's expert; its warps share the columns and add up at the
+end. Everything is one-dimensional with four elements per thread, so that element
 `128 warp + 4 lane + i` is word i of a lane's 16-byte load and register i of its accumulators.
 """
 
@@ -17,14 +17,14 @@ from pallas_kernels.launch import launch_next
 from pallas_kernels.moe_experts.pack import WORDS, PackedExperts
 from pallas_kernels.moe_experts.plan import Plan
 from pallas_kernels.moe_experts.ptx import fragment_product
-from pallas_kernels.moe_experts.tiles import STEP_COLUMNS, TileConfig
+from pallas_kernels.moe_experts.tiles import STEP_COLUMNS
 
 
 def gate_up(
     x: jax.Array,
     plan: Plan,
     w13: PackedExperts,
-    tiles: TileConfig,
+    warps: int,
     gate_softcap: float,
     up_softcap: float,
 ) -> jax.Array:
@@ -42,12 +42,10 @@ def gate_up(
         plt.store(out.at[place, row], act.astype(x.dtype), mask=keep)
 
     run = (tokens == 1, row_of, finish)
-    return _projection(x, plan, w13, tiles, run, (), (slots, inner), x.dtype)
+    return _projection(x, plan, w13, warps, run, (), (slots, inner), x.dtype)
 
 
-def down(
-    h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, tiles: TileConfig
-) -> jax.Array:
+def down(h: jax.Array, weights: jax.Array, plan: Plan, w2: PackedExperts, warps: int) -> jax.Array:
     """[T * k, I] in the plan's order -> float32 [T * k, D], each planned slot times its weight."""
     slots, rows = h.shape[0], w2.shape[1]
 
@@ -62,37 +60,38 @@ def down(
             plt.store(out.at[slot, first + 16 * fragment], s * scale, mask=keep)
 
     run, extra = (weights.shape[0] == 1, row_of, finish), (weights.reshape(slots),)
-    return _projection(h, plan, w2, tiles, run, extra, (slots, rows), jnp.float32)
+    return _projection(h, plan, w2, warps, run, extra, (slots, rows), jnp.float32)
 
 
-def _projection(x, plan, w, tiles, run, extra, shape, dtype):
-    grid = (w.words.shape[1] // tiles.row_warps, plan.count.shape[0])
+def _projection(x, plan, w, warps, run, extra, shape, dtype):
+    grid = (w.words.shape[1], plan.count.shape[0])
     scales = () if w.scales is None else (w.scales,)
-    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], tiles, *run)
+    body = functools.partial(_body, x.shape, w.format, w.words.shape[2], warps, *run)
     return pl.pallas_call(
         body,
         grid=grid,
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         name="moe_experts_" + w.format,
     )(*plan, x.reshape(-1), w.outer, w.words, *scales, *extra)
 
 
-def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, start, count, order, x,
+def _body(x_shape, format, steps, warps, one_token, row_of, finish, expert, start, count, order, x,
           outer, words, *rest):  # fmt: skip
     scales, rest = (None, rest) if format == "bfloat16" else (rest[0], rest[1:])
     *extra, out = rest
-    tiles_before = launch_next(pl.program_id(0), interpret=False) * tiles.row_warps
-    item = pl.program_id(1)
+    program, item = pl.program_id(0), pl.program_id(1)
     e = expert[item]
+    # One token's items are its picks, with nothing else to look up.
+    n, first = (1, item) if one_token else (count[item], start[item])
 
-    @pl.when(e >= 0)
+    # All three are part of the condition, as otherwise two would be looked up behind it.
+    @pl.when((e | first | (n - 1)) >= 0)
     def _():
-        # Look-ups wait for each other. One token's items are its picks, with nothing to look up.
-        n, first = count[item], item if one_token else start[item]
-        place = jnp.arange(tiles.warps * WORDS, dtype=jnp.int32)
+        # Idle programs end at once, which lets the next launch begin as well.
+        tile = launch_next(program, interpret=False)
+        place = jnp.arange(warps * WORDS, dtype=jnp.int32)
         warp, word = lax.div(place, WORDS), lax.rem(place, WORDS)
-        tile = tiles_before + lax.div(warp, tiles.column_warps)
         # Lanes without a row of their own repeat the last one: a column of an MMA never mixes with
         # another, and theirs are not stored.
         lane = 0 if one_token else jnp.minimum(lax.div(word, 16), n - 1)
@@ -101,9 +100,9 @@ def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, star
         acts = row * x_shape[1] + column
         sums = [jnp.zeros(place.shape, jnp.float32)] * 2
         # Unrolled: rolled loops and prefetching by hand both measured slower.
-        for s in range(pl.cdiv(steps, tiles.column_warps)):
-            step = s * tiles.column_warps + lax.rem(warp, tiles.column_warps)
-            whole = (s + 1) * tiles.column_warps <= steps
+        for s in range(pl.cdiv(steps, warps)):
+            step = s * warps + warp
+            whole = (s + 1) * warps <= steps
             mask, other = (None, None) if whole else (step < steps, 0)  # zeros beyond the last
             step = step if whole else jnp.minimum(step, steps - 1)
             b = [_load_acts(x, acts, step, j, x_shape[1], steps) for j in range(4)]
@@ -121,17 +120,18 @@ def _body(x_shape, format, steps, tiles, one_token, row_of, finish, expert, star
                     pack=4,
                     result_shape_dtypes=[jax.ShapeDtypeStruct(place.shape, jnp.float32)],
                 )
-        sums = [_add_warps(s, tiles) for s in sums]
+        if warps > 1:  # adding up one would go through shared memory all the same
+            sums = [s.reshape(warps, WORDS).sum(axis=0) for s in sums]
         # Accumulator i of lane 4g + t: row g + 8 (i / 2), token 2t + i % 2.
-        place = jnp.arange(tiles.row_warps * WORDS, dtype=jnp.int32)
-        word = lax.rem(place, WORDS)
+        word = jnp.arange(WORDS, dtype=jnp.int32)
         token = lax.rem(lax.div(word, 4), 4) * 2 + lax.rem(word, 2)
-        tile = tiles_before + lax.div(place, WORDS)
         row = tile * 16 + lax.div(word, 16) + lax.rem(lax.div(word, 2), 2) * 8
         keep = token < n
         # Past the end where not kept: the interpreter stores masked elements too, unchanged.
         place = jnp.where(keep, first + token, order.shape[0])
-        finish(sums, place, order, row, keep, outer[e], out, *extra)
+        # A number for each thread, whose layout decides: SwiGLU in that of the sums would be every
+        # warp's work anew.
+        finish(sums, place, order, row, keep, outer[jnp.full_like(word, e)], out, *extra)
 
 
 def _load_acts(x, acts, step, j, columns, steps):
@@ -152,10 +152,3 @@ def _load_scales(scales, e, tile, step, word):
         return scales[e, tile, step, word]
     shared = lax.div(word, 8) * 4 + lax.rem(word, 4)
     return scales[e, tile, step, plt.max_contiguous(pl.multiple_of(shared, 4), 4)]
-
-
-def _add_warps(s, tiles):
-    if tiles.column_warps == 1:
-        return s
-    s = s.reshape(tiles.row_warps, tiles.column_warps, WORDS).sum(axis=1)
-    return s.reshape(tiles.row_warps * WORDS)

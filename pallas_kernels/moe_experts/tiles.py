@@ -1,6 +1,5 @@
 """How the work of a projection is cut: between warps of a program, and between programs."""
 
-import dataclasses
 import math
 
 TILE_ROWS = 32  # two fragments of 16 rows
@@ -9,31 +8,16 @@ FEW, MANY = 512, 4096  # programs
 MAX_ROWS = 192  # N of wgmma: two accumulators take 192 of a lane's registers
 
 
-@dataclasses.dataclass(frozen=True)
-class TileConfig:
-    """`warps` of a program, `column_warps` of them side by side along the columns."""
+def choose_warps(rows: int, columns: int, items: int) -> int:
+    """Warps of a program, along the columns of its 32 rows: four, many for one token's few experts.
 
-    warps: int = 4
-    column_warps: int = 4
-
-    @property
-    def row_warps(self) -> int:
-        return self.warps // self.column_warps
-
-
-def choose(rows: int, columns: int, items: int) -> TileConfig:
-    """Four warps along the columns of 32 rows, which are many programs for one token's few experts.
-
-    Eight where they are few (a TP4 rank's gate and up): a warp has few loads under way at a time.
-    Where they are many and the columns no multiple of the warps (a rank's 576), warps have rows of
-    their own.
+    Eight where programs are few (a TP4 rank's gate and up): a warp has few loads under way at a
+    time. Where they are many, no more than divide the steps (one, of a rank's 576 columns).
     """
     steps, tiles = -(-columns // STEP_COLUMNS), rows // TILE_ROWS
     if tiles * items < FEW:
-        return TileConfig(8, 8)
-    if tiles * items < MANY or tiles % 4:
-        return TileConfig()
-    return TileConfig(4, math.gcd(steps, 4))
+        return 8
+    return 4 if tiles * items < MANY else math.gcd(steps, 4)
 
 
 def choose_tokens(slots: int, experts: int) -> int:

@@ -21,7 +21,6 @@ from pallas_kernels.moe_experts.shapes import (
 from scripts.kernel_cases.case import CALLS, Case
 
 CAPS = {"gate_softcap": GATE_SOFTCAP, "up_softcap": UP_SOFTCAP}
-TRIPS = 16  # different choices of experts
 
 
 def cases() -> Iterator[Case]:
@@ -54,9 +53,8 @@ def _case(format, tokens, inner=None, experts=None, valid=None, combine=True, pe
             return peers.moe_experts_slots(*inputs, **CAPS)
         return moe_experts.moe_experts_slots(*inputs, **CAPS)
 
-    def step(i, x, weights, picked, plans, w13, w2):
-        for call in range(CALLS):
-            plan = jax.tree.map(lambda a, n=call: a[(CALLS * i + n) % a.shape[0]], plans)
+    def step(_, x, weights, picked, plans, w13, w2):
+        for plan in plans:
             y = run(x, weights, plan, w13, w2)
             if combine:
                 x = y.sum(axis=1).astype(x.dtype)
@@ -65,11 +63,10 @@ def _case(format, tokens, inner=None, experts=None, valid=None, combine=True, pe
         return x
 
     def result(x, weights, picked, plans, w13, w2):
-        plan = jax.tree.map(lambda a: a[0], plans)
-        return run(x, weights, plan, w13, w2)[:valid].sum(axis=1)
+        return run(x, weights, plans[0], w13, w2)[:valid].sum(axis=1)
 
     def expected(x, weights, picked, plans, w13, w2):
-        return expert_by_expert(x[:valid], weights, picked[0], w13, w2)
+        return expert_by_expert(x[:valid], weights, picked, w13, w2)
 
     note = f"{tokens} tok, {valid} valid" if valid < tokens else f"{tokens} tok"
     return Case(
@@ -106,13 +103,14 @@ def _inputs(format, tokens, distinct, inner, experts, valid, key):
     w2 = random_packed(keys[1], format, HIDDEN, inner, experts, interleaved=False)
     x = jax.random.normal(keys[2], (tokens, HIDDEN)).astype(jnp.bfloat16)
     weights = jax.random.uniform(keys[3], (tokens, PICKS))
-    # Each trip takes the next experts; the first rows of a trip share them until `distinct` is met.
-    pick = jnp.arange(tokens * PICKS) % distinct
-    offset = (jnp.arange(TRIPS) * distinct)[:, None]
-    picked = ((offset + pick) % experts).reshape(TRIPS, tokens, PICKS).astype(jnp.int32)
-    picked = jnp.where((jnp.arange(tokens) < valid)[:, None], picked, experts)
-    plans = jax.vmap(lambda p: moe_experts.make_plan(p, experts))(picked)
-    return x, (weights, picked, plans, w13, w2)
+    # Each call takes the next experts; its first rows share them until `distinct` is met. Plans are
+    # arrays of their own, made once: cutting them out of one would be a launch within each call.
+    # The fewest bytes of a trip, of one token at a rank's width, are 287 MB: cold.
+    pick = (jnp.arange(tokens * PICKS) % distinct).reshape(tokens, PICKS).astype(jnp.int32)
+    real = (jnp.arange(tokens) < valid)[:, None]
+    picked = [jnp.where(real, (call * distinct + pick) % experts, experts) for call in range(CALLS)]
+    plans = [moe_experts.make_plan(p, experts) for p in picked]
+    return x, (weights, picked[0], plans, w13, w2)
 
 
 def random_packed(key, format, rows, columns, experts, interleaved):

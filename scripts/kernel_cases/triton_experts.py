@@ -31,31 +31,29 @@ def _projection(
     ROWS: tl.constexpr,  # of the result
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
-    ROW_WARPS: tl.constexpr,
-    COLUMN_WARPS: tl.constexpr,
+    WARPS: tl.constexpr,
     FIRST: tl.constexpr,  # PTX of the two fragments
     SECOND: tl.constexpr,
     CONSTRAINTS: tl.constexpr,
     GATE_CAP: tl.constexpr,  # None where rows are no gates
     UP_CAP: tl.constexpr,
 ):
-    """A program owns 32 rows per row warp of one work item's expert, as in Pallas."""
-    tiles_before = tl.program_id(0) * ROW_WARPS
+    """A program owns 32 rows of one work item's expert, as in Pallas."""
+    tile = tl.program_id(0)
     item = tl.program_id(1)
     n = tl.load(count + item)
     e = tl.load(expert + item)
     first = tl.load(start + item)
     if n > 0:
-        place = tl.arange(0, 128 * ROW_WARPS * COLUMN_WARPS)
+        place = tl.arange(0, 128 * WARPS)
         warp = place // 128
         word = place % 128
-        tile = tiles_before + warp // COLUMN_WARPS
         row = tl.load(order + first + tl.minimum(word // 16, n - 1)) // K
         acts = row * WIDTH + word // 4 % 4 * 16 + word % 4
-        one = tl.zeros([128 * ROW_WARPS * COLUMN_WARPS], tl.float32)
+        one = tl.zeros([128 * WARPS], tl.float32)
         two = one
-        for s in tl.static_range((STEPS + COLUMN_WARPS - 1) // COLUMN_WARPS):
-            step = s * COLUMN_WARPS + warp % COLUMN_WARPS
+        for s in tl.static_range((STEPS + WARPS - 1) // WARPS):
+            step = s * WARPS + warp
             beyond = step >= STEPS
             step = tl.minimum(step, STEPS - 1)
             index = acts + step * 64
@@ -65,20 +63,19 @@ def _projection(
             b3 = tl.load(x + tl.max_contiguous(tl.multiple_of(index + 12, 4), 4))
             at = (e * TILES + tile) * STEPS + step
             scale = tl.load(scales + at * 128 + word)
-            a = _load_words(words + at * 256 + word, beyond, STEPS % COLUMN_WARPS == 0)
+            a = _load_words(words + at * 256 + word, beyond, STEPS % WARPS == 0)
             one = tl.inline_asm_elementwise(
                 FIRST, CONSTRAINTS, [a, scale, b0, b1, b2, b3, one], tl.float32, True, 4
             )
-            a = _load_words(words + at * 256 + 128 + word, beyond, STEPS % COLUMN_WARPS == 0)
+            a = _load_words(words + at * 256 + 128 + word, beyond, STEPS % WARPS == 0)
             two = tl.inline_asm_elementwise(
                 SECOND, CONSTRAINTS, [a, scale, b0, b1, b2, b3, two], tl.float32, True, 4
             )
-        one = tl.reshape(tl.reshape(one, [ROW_WARPS, COLUMN_WARPS, 128]).sum(1), [128 * ROW_WARPS])
-        two = tl.reshape(tl.reshape(two, [ROW_WARPS, COLUMN_WARPS, 128]).sum(1), [128 * ROW_WARPS])
-        place = tl.arange(0, 128 * ROW_WARPS)
-        word = place % 128
+        one = tl.reshape(one, [WARPS, 128]).sum(0)
+        two = tl.reshape(two, [WARPS, 128]).sum(0)
+        word = tl.arange(0, 128)
         token = word // 4 % 4 * 2 + word % 2
-        row = (tiles_before + place // 128) * 16 + word // 16 + word // 2 % 2 * 8
+        row = tile * 16 + word // 16 + word // 2 % 2 * 8
         keep = token < n
         slot = tl.load(order + first + token, mask=keep, other=0)
         factor = tl.load(outer + e)
@@ -132,7 +129,7 @@ def moe_experts_slots(
 def _call(x, weight, plan, w, shape, **options):
     _, count, steps, *_ = w.words.shape
     assert w.format == "nvfp4" and w.columns == steps * tiles.STEP_COLUMNS
-    cut = tiles.choose(count * tiles.TILE_ROWS, w.columns, plan.count.shape[0])
+    warps = tiles.choose_warps(count * tiles.TILE_ROWS, w.columns, plan.count.shape[0])
     (first, constraints), (second, _) = (fragment_product("nvfp4", i) for i in range(2))
     return jax_triton.triton_call(
         *plan,
@@ -143,15 +140,14 @@ def _call(x, weight, plan, w, shape, **options):
         weight,
         kernel=_projection,
         out_shape=shape,
-        grid=(count // cut.row_warps, plan.count.shape[0]),
-        num_warps=cut.warps,
+        grid=(count, plan.count.shape[0]),
+        num_warps=warps,
         num_stages=1,
         WIDTH=x.shape[1],
         ROWS=shape.shape[1],
         TILES=count,
         STEPS=steps,
-        ROW_WARPS=cut.row_warps,
-        COLUMN_WARPS=cut.column_warps,
+        WARPS=warps,
         FIRST=first,
         SECOND=second,
         CONSTRAINTS=constraints,
