@@ -271,7 +271,7 @@ def test_the_command_prints_the_plan_and_draws_it(plan, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--mesh", "np=2"], "np=2 is not understood"),
+        (["--mesh", "np=2"], "mesh: 'np=2' is not understood"),
         (["--mesh", "tp=2"], "tp can be 1"),
         (["--mesh", "ep=16"], "needs 16 devices, 8 are there"),
         (["--hardware", "abacus"], "hardware is 'abacus', it can be h100, h200, gb200"),
