@@ -95,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(130, "interrupted", verbose)
     except Exception as e:
+        if isinstance(e.__cause__, KeyboardInterrupt):  # JAX makes a ValueError of it in a treedef
+            return _fail(130, "interrupted", verbose)
         return _fail(1, f"internal error: {type(e).__name__}: {e}", verbose)
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import inkling_jax
@@ -93,6 +94,21 @@ def test_exit_codes(monkeypatch, capsys, error, code, said):
 
     monkeypatch.setattr(env, "run", run)
     assert said in fails(capsys, "env", code=code)
+
+
+def test_an_interrupt_while_jax_compares_trees_is_an_interrupt(monkeypatch, capsys):
+    @jax.tree_util.register_static
+    class Interrupted:
+        def __hash__(self):
+            return 0
+
+        def __eq__(self, _):
+            raise KeyboardInterrupt
+
+    function = jax.jit(lambda tree: 0)
+    function(Interrupted())
+    monkeypatch.setattr(env, "run", lambda args: function(Interrupted()))
+    assert "interrupted" in fails(capsys, "env", code=130)
 
 
 def test_profile_is_written(tmp_path, capsys):
