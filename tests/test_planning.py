@@ -285,6 +285,7 @@ def test_the_command_prints_the_plan_and_draws_it(plan, tmp_path, capsys, monkey
         (["--mesh", "np=2"], "mesh: 'np=2' is not understood"),
         (["--mesh", "tp=2"], "tp can be 1"),
         (["--mesh", "ep=16"], "needs 16 devices, 8 are there"),
+        (["--mesh", "dp=2048"], "mesh has 2048 devices, a plan is of up to 1024"),
         (["--hardware", "abacus"], "hardware is 'abacus', it can be h100, h200, gb200"),
         (["--context", "0"], "context is 0, this model reads 1 to 1048576 tokens"),
         (["--batch", "0"], "batch is 0, it can be 1 to"),

@@ -23,6 +23,7 @@ PREFILL_TOKENS = 8192
 DEFAULT_HARDWARE = "h200"
 ACCEPTANCE = 3.5  # of the published single-user figure
 MOST_ROWS = 2**16
+MOST_DEVICES = 2**10
 LAYER_SECONDS = 10  # most that a layer took to compile on two cores: plan_h200_tp4.json
 
 
@@ -145,6 +146,8 @@ def plan(
     """
     with mesh_mistakes():
         wanted = MeshConfig.parse(mesh)
+    if wanted.devices > MOST_DEVICES:  # simulated ones take memory
+        raise InputError(f"mesh has {wanted.devices} devices, a plan is of up to {MOST_DEVICES}")
     kind, target = _hardware(hardware, mesh), target or default_target()
     device = HARDWARE[kind]
     with mesh_mistakes():
