@@ -44,11 +44,13 @@ def test_every_command_has_help_and_the_common_flags(capsys, command):
     [
         ([], "COMMAND"),
         (["frobnicate"], "frobnicate"),
-        (["env", "--frobnicate"], "--frobnicate"),
+        (["env", "--frobnicate"], "--frobnicate; `inkling-jax env --help`"),
         (["env", "--js"], "--js"),
+        (["env", "--profile", __file__], f"--profile: {__file__!r} cannot be made"),
+        (["env", "--profile", ""], "--profile: ''"),
     ],
 )
-def test_unknown_words_are_named(capsys, arguments, named):
+def test_wrong_words_are_named(capsys, arguments, named):
     assert named in fails(capsys, *arguments)
 
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Returns both questions with their answers, and where model and picture are, if kept."""
-    if args.out:
+    if args.out is not None:
         return _show(Path(args.out), args.json, kept=True)
     with tempfile.TemporaryDirectory(prefix="inkling-jax-demo-") as out:
         return _show(Path(out), args.json, kept=False)
