@@ -317,6 +317,7 @@ GENERATE = ("generate", "--model", "model", "--max-tokens", "4")
         ((*GENERATE, "--prompt", "Hi", "--raw", "--effort", "0.5"), "effort"),
         (("generate", "--model", "bare", "--tokens", "tokens.json", "--stop", "x"), "stop"),
         (("chat", "--model", "bare"), "bare"),
+        (("chat", "--model", "model", "--effort", "nan"), "effort is nan"),
         (("chat", "--model", "model", "--image", "absent.png"), "absent.png"),
         (("score", "--model", "bare", "--tokens", "outside.json"), "311"),
         (("score", "--model", "bare", "--tokens", "tokens.json", "--logits", "no/out.npy"), "no"),
