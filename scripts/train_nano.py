@@ -251,7 +251,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 2, 1))
     parser.add_argument("--eval-batches", type=int, default=40)
     parser.add_argument("--rows", type=int, help="rows of each kind in a batch (for a small trial)")
-    parser.add_argument("--length", type=int, help="of the long rows (for a small trial)")
+    parser.add_argument("--length", type=int, help="of long rows, from 512 on (for a small trial)")
     args = parser.parse_args()
     kinds = ("text", "retrieval", "chats")
     chosen = {} if args.rows is None else dict.fromkeys(kinds, args.rows)
