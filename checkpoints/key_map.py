@@ -173,7 +173,7 @@ def make_plan(
         else:
             left[name] = reason
     if problems:
-        raise report(f"{where}: {len(problems)} faults in its tensors:", sorted(problems))
+        raise report(where, "in its tensors", sorted(problems))
     return Plan(tuple(leaves), left)
 
 

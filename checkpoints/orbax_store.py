@@ -170,7 +170,7 @@ def check(directory: Path, abstract: Mapping[LeafPath, ShapeDtype], cast: bool =
     if not (directory / "_METADATA").is_file():
         problems.append("missing: _METADATA")
     if problems:
-        raise report(f"{directory}: {len(problems)} faults against the model:", sorted(problems))
+        raise report(directory, "against the model", sorted(problems))
 
 
 def restore(

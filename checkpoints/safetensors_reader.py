@@ -224,7 +224,7 @@ def _read_shards(directory: Path) -> dict[str, TensorInfo]:
         if (directory / shard).is_file()
     }
     if problems := list(_contradictions(weight_map, present)):
-        raise report(f"{index_file}: {len(problems)} faults against the files:", problems)
+        raise report(index_file, "against the files", problems)
     return {name: present[shard][name] for name, shard in weight_map.items()}
 
 

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         format="%(levelname)s %(name)s: %(message)s",
     )
     try:
-        args = parser().parse_args(arguments)
+        args = _parsed(arguments)
         with _profile(args.profile):
             result = _module(args.command).run(args)
         if args.json and result is not None:
@@ -95,7 +95,19 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(130, "interrupted", verbose)
     except Exception as e:
+        if isinstance(e.__cause__, KeyboardInterrupt):  # JAX makes a ValueError of it in a treedef
+            return _fail(130, "interrupted", verbose)
         return _fail(1, f"internal error: {type(e).__name__}: {e}", verbose)
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    args, unknown = parser().parse_known_args(arguments)
+    if unknown:  # argparse itself would point to the help of all commands
+        raise InputError(
+            f"unrecognized arguments: {' '.join(unknown)}; `inkling-jax {args.command} --help` "
+            "lists what is accepted"
+        )
+    return args
 
 
 def _module(command: str) -> Any:
@@ -105,7 +117,12 @@ def _module(command: str) -> Any:
 def _profile(directory: str | None) -> contextlib.AbstractContextManager:
     if directory is None:
         return contextlib.nullcontext()
-    os.makedirs(directory, exist_ok=True)
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as e:
+        raise InputError(
+            f"--profile: {directory!r} cannot be made ({e.strerror}), name another directory"
+        ) from e
     import jax
 
     return jax.profiler.trace(directory)

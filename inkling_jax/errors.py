@@ -1,6 +1,7 @@
 """The one exception that stands for a user's mistake."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 MOST_LISTED = 20
 
@@ -12,8 +13,9 @@ class InputError(ValueError):
     """
 
 
-def report(heading: str, faults: Sequence[str]) -> InputError:
+def report(where: str | Path, of_what: str, faults: Sequence[str]) -> InputError:
     """Returns one error for many faults, of which it lists the first."""
+    heading = f"{where}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} {of_what}:"
     more = len(faults) - MOST_LISTED
     rest = [f"and {more} more"] if more > 0 else []
     return InputError("\n  ".join([heading, *faults[:MOST_LISTED], *rest]))

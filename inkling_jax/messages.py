@@ -50,6 +50,12 @@ def parse_messages(messages: Any, images: Sequence[Any] = ()) -> Conversation:
     return Conversation(tuple(checked), filled)
 
 
+def check_effort(effort: float) -> None:
+    """Raises InputError unless this is a thinking effort, 0 to 0.99."""
+    if not isinstance(effort, int | float) or not 0 <= effort <= 0.99:
+        raise InputError(f"effort is {effort!r}, it must be a number from 0 to 0.99")
+
+
 def _message(message: Any, where: str, sources: list[Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InputError(f"{where} is {message!r:.40}, it must be an object with role and content")

@@ -21,7 +21,7 @@ import tokenizers
 
 from inkling_jax.config_fields import read_json
 from inkling_jax.errors import InputError
-from inkling_jax.messages import Conversation
+from inkling_jax.messages import Conversation, check_effort
 
 
 class Tokenizer:
@@ -136,8 +136,7 @@ class Tokenizer:
             )
         messages, variables = list(conversation.messages), dict(self._variables)
         if effort is not None:
-            if not isinstance(effort, int | float) or not 0 <= effort <= 0.99:
-                raise InputError(f"effort is {effort!r}, it must be a number from 0 to 0.99")
+            check_effort(effort)
             if self._knows_effort:
                 variables["reasoning_effort"] = effort
             else:

@@ -16,12 +16,15 @@ import functools
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from drafting import calibrate, data
+from drafting.loss import Blocks
 from drafting.step import (
     ANCHORS_SHORT,
     TrainState,
@@ -34,6 +37,7 @@ from drafting.step import (
     train_step,
     unpacked,
 )
+from flax import nnx
 from nano import batches, pieces
 from nano.step import compute_dtype
 
@@ -43,6 +47,11 @@ from inkling_jax.loading import load_params, pack_for_kernels
 
 WARMUP, LOG_SECONDS, SAVE_SECONDS = 0.03, 10, 60
 HELD_OUT_TURNS = 6
+
+
+def learning_rate(share: float, peak: float) -> float:
+    """Warm-up, constant, then linear decay to nothing, by the share of the time that is over."""
+    return peak * min(share / WARMUP, 1.0, max(1.2 * (1 - share), 0.0))
 
 
 def main() -> None:
@@ -76,22 +85,7 @@ def main() -> None:
     continuations = data.Continuations(drawing, config, source)
     stream = data.stream(args.work, continuations, progress["step"], args.pool, args.workers)
     step = functools.partial(train_step, drafter=drafter, config=config, optimizer=optimizer)
-
-    def compile_for(batch: data.Batch):
-        count = anchors_of(batch)
-        jitted = jax.jit(functools.partial(step, anchors=count), donate_argnums=0)
-        return jitted.lower(state, target, batch, jnp.int32(0), jnp.float32(0)).compile()
-
-    def rate_at(share: float) -> float:
-        return args.rate * min(share / WARMUP, 1.0, max(1.2 * (1 - share), 0.0))
-
-    queue, futures = [], {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        while len(queue) < data.TURNS:  # some of every shape
-            queue.append(next(stream))
-            if (shape := queue[-1].tokens.shape) not in futures:
-                futures[shape] = pool.submit(compile_for, queue[-1])
-        programs = {shape: future.result() for shape, future in futures.items()}
+    queue, programs = _compile(step, state, target, stream)
     log(event="compiled", shapes=[list(shape) for shape in programs])
 
     start, spent = time.monotonic(), progress["seconds"]
@@ -104,9 +98,8 @@ def main() -> None:
             share = (spent + now - start) / length
             if share >= 1:
                 break
-            state, found = programs[batch.tokens.shape](
-                state, target, batch, jnp.int32(progress["step"]), jnp.float32(rate_at(share))
-            )
+            settings = (jnp.int32(progress["step"]), jnp.float32(learning_rate(share, args.rate)))
+            state, found = programs[batch.tokens.shape](state, target, batch, *settings)
             queue.append(next(stream))
             progress |= {"step": progress["step"] + 1, "seconds": spent + now - start}
             if now - last["log"] > LOG_SECONDS:
@@ -126,27 +119,48 @@ def main() -> None:
 
     if args.last:
         held_out = continuations.of(batches.open_source(args.work, held_out=True))
-        measure = jax.jit(
+        draft = jax.jit(
             functools.partial(draft_blocks, drafter=drafter, config=config, anchors=ANCHORS_SHORT)
         )
-        made = []
-        for i in range(HELD_OUT_TURNS):
-            made += [*held_out.make(10**6 + i), data.make_replies(held_out.source, i)]
-        found = [
-            measure(state.params, target=target, batch=batch, key=jax.random.key(i))
-            for i, batch in enumerate(made)
-        ]
-        said, accept, counts = (
-            np.concatenate([np.asarray(getattr(blocks, name)) for blocks in found])
-            for name in ("confidence", "accept", "counts")
-        )
-        result = calibrate.assess(said, accept, counts)
+        result = _calibrate(held_out, functools.partial(draft, state.params, target=target))
         fitted = tuple(result["temperatures"])
         calibrated = dataclasses.replace(drafter, confidence_temperatures=fitted)
         export(args.out / "drafter", calibrated, state.params)
         (args.out / "calibration.json").write_text(json.dumps(result, indent=1) + "\n")
         calibrate.plot(result, args.out / "calibration.png")
         log(event="calibrated", **result)
+
+
+def _compile(
+    step: Callable[..., Any], state: TrainState, target: nnx.State, stream: Iterator[data.Batch]
+) -> tuple[list[data.Batch], dict[tuple[int, ...], jax.stages.Compiled]]:
+    """Returns the stream's first batches, some of every shape, and the step by shape."""
+
+    def compile_for(batch: data.Batch) -> jax.stages.Compiled:
+        count = anchors_of(batch)
+        jitted = jax.jit(functools.partial(step, anchors=count), donate_argnums=0)
+        return jitted.lower(state, target, batch, jnp.int32(0), jnp.float32(0)).compile()
+
+    queue, futures = [], {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        while len(queue) < data.TURNS:
+            queue.append(next(stream))
+            if (shape := queue[-1].tokens.shape) not in futures:
+                futures[shape] = pool.submit(compile_for, queue[-1])
+        return queue, {shape: future.result() for shape, future in futures.items()}
+
+
+def _calibrate(held_out: data.Continuations, draft: Callable[..., Blocks]) -> dict[str, Any]:
+    """Fits the confidences' temperatures to drafts of held-out batches, and measures them."""
+    made = []
+    for i in range(HELD_OUT_TURNS):
+        made += [*held_out.make(10**6 + i), data.make_replies(held_out.source, i)]
+    found = [draft(batch=batch, key=jax.random.key(i)) for i, batch in enumerate(made)]
+    said, accept, counts = (
+        np.concatenate([np.asarray(getattr(blocks, name)) for blocks in found])
+        for name in ("confidence", "accept", "counts")
+    )
+    return calibrate.assess(said, accept, counts)
 
 
 def _arguments() -> argparse.Namespace:

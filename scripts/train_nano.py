@@ -13,15 +13,19 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import math
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 from nano import batches, evaluate, export, optimizer, pieces, recipe, step, wire
 from nano.optimizer import Params
 from tokenizers import Tokenizer
@@ -31,9 +35,34 @@ SAVE_SECONDS, REPORT_SECONDS, LOG_SECONDS = 120, 90, 10
 WARMUP, DECAY, ROUNDING = 0.02, 0.5, 0.7  # shares of the total time
 
 
-def learning_rate(share: float, peak: float) -> float:
-    """Warm-up, constant, then linear decay to nothing, by the share of the time that is over."""
-    return peak * min(share / WARMUP, 1.0, max((1 - share) / (1 - DECAY), 0.0))
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How to train when, by the share of all training that is over.
+
+    Attributes:
+      start, end: of this piece, in seconds of `time.monotonic`.
+      first: the share at its start.
+      length: seconds of all training.
+      peak: the largest learning rate.
+    """
+
+    start: float
+    end: float
+    first: float
+    length: float
+    peak: float
+
+    def share(self, now: float) -> float:
+        """Returns the share that is over."""
+        return self.first + (now - self.start) / self.length
+
+    def rate(self, share: float) -> float:
+        """Warm-up, constant, then linear decay to nothing."""
+        return self.peak * min(share / WARMUP, 1.0, max((1 - share) / (1 - DECAY), 0.0))
+
+    def rounding(self, share: float) -> float:
+        """Tells, as 0 or 1, whether experts are rounded to their packed formats."""
+        return float(share >= ROUNDING)
 
 
 def save_params(folder: Path, params: Params) -> None:
@@ -108,47 +137,31 @@ def main() -> None:
 
     if progress["step"] == 0:
         report("held_out", quick, 0.0)
-    start, spent = time.monotonic(), progress["seconds"]
-    end, length, first_share = began + args.minutes * 60, args.total * 60, progress["share"]
-    if args.last:
-        length = (end - start) / (1 - first_share)
-    seen = batch.tokens.size
-    last = {"save": start, "report": start, "log": start}
+    start, end, first = time.monotonic(), began + args.minutes * 60, progress["share"]
+    length = (end - start) / (1 - first) if args.last else args.total * 60
+    schedule = Schedule(start, end, first, length, args.rate)
+    last = dict.fromkeys(("save", "report", "log"), start)
     steps_at_log, sums = progress["step"], None
     try:
-        while (now := time.monotonic()) < end:
-            share = first_share + (now - start) / length
-            if share >= 1:
-                break
-            rate, rounding = learning_rate(share, args.rate), float(share >= ROUNDING)
-            settings = (jnp.float32(rate), jnp.float32(rounding), weights)
-            state, counts, peak = compiled(state, batch, *settings)
-            seconds = spent + time.monotonic() - start
-            progress |= {"step": progress["step"] + 1, "seconds": seconds, "share": share}
+        steps = take_steps(compiled, state, batch, stream, schedule, weights, progress)
+        for state, counts, peak in steps:
+            now, share = time.monotonic(), progress["share"]
             sums = counts if sums is None else sums + counts
-            batch = next(stream)
-            if progress["step"] % 5 == 0:  # a wait: the host may not run far ahead of the device
-                jax.block_until_ready(peak)
             if now - last["log"] > LOG_SECONDS:
-                means = np.asarray(sums.nll) / np.maximum(np.asarray(sums.tokens), 1)
-                exact = np.asarray(sums.exact) / np.maximum(np.asarray(sums.answers), 1)
                 done, steps_at_log = progress["step"] - steps_at_log, progress["step"]
+                found = figures(sums, peak)
                 log(
                     step=progress["step"],
                     share=round(share, 3),
-                    rate=round(rate, 6),
-                    tokens_per_s=round(done * seen / (time.monotonic() - last["log"])),
-                    loss={t: round(float(m), 3) for t, m in zip(batches.TASKS, means, strict=True)},
-                    exact={
-                        t: round(float(m), 3) for t, m in zip(batches.TASKS, exact, strict=True)
-                    },
-                    peak_load=round(float(peak), 2),
+                    rate=round(schedule.rate(share), 6),
+                    tokens_per_s=round(done * batch.tokens.size / (time.monotonic() - last["log"])),
+                    **found,
                 )
-                if not np.isfinite(means).all():
+                if not all(map(math.isfinite, found["loss"].values())):
                     raise FloatingPointError("the loss is not finite")
                 last["log"], sums = time.monotonic(), None
             if now - last["report"] > REPORT_SECONDS:
-                report("held_out", quick, rounding)
+                report("held_out", quick, schedule.rounding(share))
                 last["report"] = time.monotonic()
             if now - last["save"] > SAVE_SECONDS:
                 pieces.save(state_file, state, progress)
@@ -157,25 +170,65 @@ def main() -> None:
         if np.isfinite(np.asarray(state.params["embed/weight"])).all():
             pieces.save(state_file, state, progress)
             save_params(args.out, state.params)
-            tokenizer_file = args.work / "tokenizer.json"
-            export.export(
-                args.work / "checkpoint", config, state.params, tokenizer_file, packed=True
-            )
+            folder = args.work / "checkpoint"
+            export.export(folder, config, state.params, tokenizer_file, packed=True)
             log(event="saved", **progress)
         stream.close()
 
     if args.last:
         everything = evaluate.held_out(held_out, args.eval_batches, usual)
-        found = {
+        result = {
             "packed": report("final_packed", everything, 1.0),
             "bf16": report("final_bf16", everything, 0.0),
+            **progress,
+            "device": jax.devices()[0].device_kind,
+            "python": platform.python_version(),
+            "corpus": record,
+            "command": " ".join(sys.argv),
         }
-        command = " ".join(sys.argv)
-        run = {"python": platform.python_version(), "corpus": record, "command": command}
-        device = jax.devices()[0].device_kind
-        result = {**found, **progress, "device": device, **run}
         (args.out / "train.json").write_text(json.dumps(result, indent=2) + "\n")
     (args.out / "log.jsonl").write_bytes((args.work / "log.jsonl").read_bytes())
+
+
+def take_steps(
+    compiled: jax.stages.Compiled,
+    state: step.TrainState,
+    batch: batches.Batch,
+    stream: Iterator[batches.Batch],
+    schedule: Schedule,
+    weights: Float[Array, " tasks"],
+    progress: dict[str, Any],
+) -> Iterator[tuple[step.TrainState, step.Counts, Float[Array, ""]]]:
+    """Trains until the piece or the schedule ends; yields after each step and counts it.
+
+    Args:
+      compiled: `step.train_step` of `batch`, the first one, and those of the stream.
+      progress: step, seconds and share of the training so far, changed in place.
+    """
+    spent = progress["seconds"]
+    while (now := time.monotonic()) < schedule.end and (share := schedule.share(now)) < 1:
+        settings = (jnp.float32(schedule.rate(share)), jnp.float32(schedule.rounding(share)))
+        state, counts, peak = compiled(state, batch, *settings, weights)
+        seconds = spent + time.monotonic() - schedule.start
+        progress |= {"step": progress["step"] + 1, "seconds": seconds, "share": share}
+        yield state, counts, peak  # first of all: an interrupt finds the caller with a whole state
+        batch = next(stream)
+        if progress["step"] % 5 == 0:  # a wait: the host may not run far ahead of the device
+            jax.block_until_ready(peak)
+
+
+def figures(sums: step.Counts, peak: Float[Array, ""]) -> dict[str, Any]:
+    """Returns loss and share of exact answers by task, and the imbalance of the experts."""
+
+    def by_task(total: Float[Array, " tasks"], count: Float[Array, " tasks"]) -> dict[str, float]:
+        shares = np.asarray(total) / np.maximum(np.asarray(count), 1)
+        return {t: round(float(x), 3) for t, x in zip(batches.TASKS, shares, strict=True)}
+
+    return {
+        "loss": by_task(sums.nll, sums.tokens),
+        "exact": by_task(sums.exact, sums.answers),
+        "peak_load": round(float(peak), 2),
+    }
 
 
 def _temporaries(compiled: jax.stages.Compiled) -> float | None:
@@ -198,7 +251,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 2, 1))
     parser.add_argument("--eval-batches", type=int, default=40)
     parser.add_argument("--rows", type=int, help="rows of each kind in a batch (for a small trial)")
-    parser.add_argument("--length", type=int, help="of the long rows (for a small trial)")
+    parser.add_argument("--length", type=int, help="of long rows, from 512 on (for a small trial)")
     args = parser.parse_args()
     kinds = ("text", "retrieval", "chats")
     chosen = {} if args.rows is None else dict.fromkeys(kinds, args.rows)

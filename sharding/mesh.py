@@ -69,16 +69,18 @@ class MeshConfig:
             raise MeshError(f"mesh is {text!r:.40}, it must be a text such as tp=4,dp=2")
         text = PRESETS.get(text, text)
         if text.endswith((".yaml", ".yml")):
-            return cls._from_pairs(_read_yaml(Path(text)), text)
-        return cls._from_pairs(_pairs(text.split(","), "="), f"mesh {text!r}")
+            return cls._from_parts(_read_yaml(Path(text)), ":", text)
+        return cls._from_parts(text.split(","), "=", "mesh")
 
     @classmethod
-    def _from_pairs(cls, pairs: Sequence[tuple[str, str]], where: str) -> Self:
+    def _from_parts(cls, parts: Sequence[str], between: str, where: str) -> Self:
         found: dict[str, Any] = {}
-        for name, value in pairs:
+        for part in parts:
+            name, _, value = part.partition(between)
+            name, value = name.strip(), value.strip(" \t\"'")
             if not (value.isdecimal() if name in GROUPS else name == "sp" and value in SWITCH):
                 raise MeshError(
-                    f"{where}: {name}={value} is not understood; write sizes of "
+                    f"{where}: {part.strip()!r} is not understood; write sizes of "
                     f"{', '.join(GROUPS)} and sp={'|'.join(SWITCH)}, such as tp=4,dp=2,sp=on, or "
                     f"one of {', '.join(PRESETS)}"
                 )
@@ -206,19 +208,14 @@ def _prime_factors(n: int) -> list[int]:
     return factors
 
 
-def _read_yaml(file: Path) -> list[tuple[str, str]]:
-    """Reads flat YAML, which needs no parser: `name: value` lines, comments and quotes."""
+def _read_yaml(file: Path) -> list[str]:
+    """Returns the `name: value` lines of flat YAML, which needs no parser."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as e:
         raise MeshError(f"{file}: cannot be read ({e.strerror})") from e
     bare = (line.partition("#")[0].strip() for line in lines)
-    return _pairs([line for line in bare if line and line != "---"], ":")
-
-
-def _pairs(parts: Sequence[str], between: str) -> list[tuple[str, str]]:
-    halves = (part.partition(between) for part in parts)
-    return [(name.strip(), value.strip(" \t\"'")) for name, _, value in halves]
+    return [line for line in bare if line and line != "---"]
 
 
 def _more_cpu_devices(found: Sequence[Any], wanted: int) -> str:

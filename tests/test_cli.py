@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import inkling_jax
@@ -43,11 +44,13 @@ def test_every_command_has_help_and_the_common_flags(capsys, command):
     [
         ([], "COMMAND"),
         (["frobnicate"], "frobnicate"),
-        (["env", "--frobnicate"], "--frobnicate"),
+        (["env", "--frobnicate"], "--frobnicate; `inkling-jax env --help`"),
         (["env", "--js"], "--js"),
+        (["env", "--profile", __file__], f"--profile: {__file__!r} cannot be made"),
+        (["env", "--profile", ""], "--profile: ''"),
     ],
 )
-def test_unknown_words_are_named(capsys, arguments, named):
+def test_wrong_words_are_named(capsys, arguments, named):
     assert named in fails(capsys, *arguments)
 
 
@@ -93,6 +96,21 @@ def test_exit_codes(monkeypatch, capsys, error, code, said):
 
     monkeypatch.setattr(env, "run", run)
     assert said in fails(capsys, "env", code=code)
+
+
+def test_an_interrupt_while_jax_compares_trees_is_an_interrupt(monkeypatch, capsys):
+    @jax.tree_util.register_static
+    class Interrupted:
+        def __hash__(self):
+            return 0
+
+        def __eq__(self, _):
+            raise KeyboardInterrupt
+
+    function = jax.jit(lambda tree: 0)
+    function(Interrupted())
+    monkeypatch.setattr(env, "run", lambda args: function(Interrupted()))
+    assert "interrupted" in fails(capsys, "env", code=130)
 
 
 def test_profile_is_written(tmp_path, capsys):

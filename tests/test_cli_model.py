@@ -242,7 +242,7 @@ def test_a_converted_model_answers_the_same(inkling, folder):
     assert one["token_ids"] == two["token_ids"] and one["text"] == two["text"]
 
 
-def test_demo_answers_and_tells_where_the_picture_is(inkling, folder, monkeypatch, capsys):
+def test_demo_answers_and_tells_what_it_keeps(inkling, folder, monkeypatch, capsys):
     monkeypatch.setattr(demo, "SHIPPED", folder / "model")
     result = inkling("demo", "--out", "shown")
     with Image.open(result["picture"]["path"]) as picture:
@@ -250,13 +250,18 @@ def test_demo_answers_and_tells_where_the_picture_is(inkling, folder, monkeypatc
     assert cli.main(["demo", "--out", "shown"]) == 0
     out = capsys.readouterr().out
     assert all(result[kind]["text"] in out for kind in ("text", "picture"))
-    assert result["picture"]["path"] in out
+    assert result["model"] in out and result["picture"]["path"] in out
 
 
-def test_demo_leaves_nothing_that_nobody_asked_to_keep(inkling, folder, tmp_path, monkeypatch):
+def test_demo_neither_leaves_nor_names_what_nobody_asked_to_keep(
+    inkling, folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(demo, "SHIPPED", folder / "model")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert inkling("demo")["model"].startswith(str(tmp_path))
+    result = inkling("demo")
+    assert result["picture"]["text"] and result["model"] is result["picture"]["path"] is None
+    assert cli.main(["demo"]) == 0
+    assert str(tmp_path) not in capsys.readouterr().out
     assert not list(tmp_path.glob("inkling-jax-demo-*"))
 
 
@@ -312,6 +317,7 @@ GENERATE = ("generate", "--model", "model", "--max-tokens", "4")
         ((*GENERATE, "--prompt", "Hi", "--raw", "--effort", "0.5"), "effort"),
         (("generate", "--model", "bare", "--tokens", "tokens.json", "--stop", "x"), "stop"),
         (("chat", "--model", "bare"), "bare"),
+        (("chat", "--model", "model", "--effort", "nan"), "effort is nan"),
         (("chat", "--model", "model", "--image", "absent.png"), "absent.png"),
         (("score", "--model", "bare", "--tokens", "outside.json"), "311"),
         (("score", "--model", "bare", "--tokens", "tokens.json", "--logits", "no/out.npy"), "no"),

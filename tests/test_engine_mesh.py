@@ -104,7 +104,7 @@ def test_nano_answers_alike_on_a_mesh():
         ("small", "tp=4", "heads of size 6 cannot be split by tp=4; tp can be 1, 2$"),
         ("packed", "tp=2", r"w2: expert_width of size 1 .* tp=2; tp can be 1$"),
         ("packed", "tp=9", "needs 9 devices, 8 are there"),
-        ("packed", "np=2", "np=2 is not understood"),
+        ("packed", "np=2", "'np=2' is not understood"),
     ],
 )
 def test_meshes_that_cannot_be_are_refused(case, mesh, says):

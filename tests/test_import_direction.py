@@ -112,6 +112,12 @@ def _row(module: str) -> int:
     return row
 
 
+def test_the_map_names_every_module():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    mapped = {name for row in ROWS for name in row} - {"__init__"}
+    assert not {name for name in mapped if f"`{name}`" not in text}
+
+
 def test_sources_keep_the_direction():
     files = [f for p in (*PACKAGES, "scripts", "tests") for f in (ROOT / p).rglob("*.py")]
     assert len(files) > 5

@@ -36,12 +36,12 @@ def test_sizes_come_from_text_presets_and_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("tp", "tp= is not understood"),
-        ("tp=x", "tp=x is not understood; write sizes of dp, cp, ep, tp and sp=auto|on|off"),
-        ("tp=2,sp=2", "sp=2 is not"),
+        ("bogus", "mesh: 'bogus' is not understood"),
+        ("tp=x", "'tp=x' is not understood; write sizes of dp, cp, ep, tp and sp=auto|on|off"),
+        ("tp=2,sp=2", "'sp=2' is not"),
         ("dp=2,sp=on", "sp=on splits tokens over the devices of tp, which is 1; give tp=2 or more"),
-        ("tp=-2", "tp=-2 is not"),
-        ("pp=2", "pp=2 is not"),
+        ("tp=-2", "'tp=-2' is not"),
+        ("pp=2", "'pp=2' is not"),
         ("tp=2,tp=2", "tp is given twice"),
         ("tp=0", "tp is 0, it must be a whole number from 1 on"),
         ("absent.yaml", "absent.yaml: cannot be read"),

@@ -11,7 +11,7 @@ import pytest
 import inkling_jax as ij
 from inkling_jax import cli, ops
 from inkling_jax.config import inkling2_small
-from inkling_jax.planning import floors, shapes
+from inkling_jax.planning import floors, report, shapes
 from inkling_jax.planning.floors import Collective
 from inkling_jax.planning.hardware import HARDWARE
 from inkling_jax.planning.programs import read_collectives
@@ -25,6 +25,8 @@ FIXTURES = Path(__file__).parent / "fixtures"
 RESULTS = Path(__file__).parents[1] / "scripts/results"
 H200 = HARDWARE["h200"]
 TP4 = MeshConfig(tp=4)
+SMALL = (FIXTURES / "small/checkpoint", "tp=2,cp=2,dp=2", 63, 3)
+ON_CPUS: dict[str, Any] = {"prefill_tokens": 32, "target": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +40,7 @@ def small():
 @pytest.fixture(scope="module")
 def plan():
     """A checkpoint of five layers on 2 × 2 × 2 simulated devices, 3 rows filled up to 4."""
-    return ij.plan(
-        FIXTURES / "small/checkpoint", "tp=2,cp=2,dp=2", 63, 3, prefill_tokens=32, target="cpu"
-    )
+    return ij.plan(*SMALL, **ON_CPUS)
 
 
 def decode(small, tokens, context=1024):
@@ -244,6 +244,15 @@ def test_a_plan_is_of_whole_parts_and_says_what_it_knows(plan):
     assert plan.tokens_per_second == pytest.approx(4 * 3.5 / verify.expected)
 
 
+def test_what_takes_minutes_is_said_on_stderr(plan, monkeypatch, capsys):
+    monkeypatch.setattr(report, "compile_program", lambda *_: plan.programs[0])
+    ij.plan(*SMALL, **ON_CPUS)
+    for program, line in zip(plan.programs, capsys.readouterr().err.splitlines(), strict=True):
+        assert line.startswith(f"compiling {program.name} for simulated CPU devices: 5 layers")
+    ij.plan(*SMALL, **ON_CPUS, progress=False)
+    assert not capsys.readouterr().err
+
+
 def test_the_largest_that_fits_is_found():
     assert [_largest(lambda n, most=most: n <= most, 100) for most in (0, 1, 57, 100, 200)] == [
         0, 1, 57, 100, 100,
@@ -261,7 +270,9 @@ def test_the_command_prints_the_plan_and_draws_it(plan, tmp_path, capsys, monkey
     assert cli.main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     named = {"hardware": "gb200", "prefill_tokens": 32, "acceptance": 3.5}
-    assert asked == [(("small", "tp=2,dp=2", 64, 3), named)] * 2
+    assert asked == [
+        (("small", "tp=2,dp=2", 64, 3), {**named, "progress": shown}) for shown in (True, False)
+    ]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert found["fits"] and found["bytes"] == plan.memory.total and len(found["steps"]) == 7
     for part in ("experts, bfloat16", "analytic", "reduce-scatter", "verify 8", "nothing was run"):
@@ -271,9 +282,10 @@ def test_the_command_prints_the_plan_and_draws_it(plan, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--mesh", "np=2"], "np=2 is not understood"),
+        (["--mesh", "np=2"], "mesh: 'np=2' is not understood"),
         (["--mesh", "tp=2"], "tp can be 1"),
         (["--mesh", "ep=16"], "needs 16 devices, 8 are there"),
+        (["--mesh", "dp=2048"], "mesh has 2048 devices, a plan is of up to 1024"),
         (["--hardware", "abacus"], "hardware is 'abacus', it can be h100, h200, gb200"),
         (["--context", "0"], "context is 0, this model reads 1 to 1048576 tokens"),
         (["--batch", "0"], "batch is 0, it can be 1 to"),

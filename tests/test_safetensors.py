@@ -211,6 +211,12 @@ def test_index_and_shards_that_disagree_are_one_report(sharded):  # LD-02 a, b, 
     assert "tensor t2 is in model-00002-of-00003" in str(error.value)
 
 
+def test_one_fault_is_one(sharded):
+    (sharded / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(InputError, match=f"{INDEX}: 1 fault against the files:\n  shard"):
+        read_index(sharded)
+
+
 def test_stray_files_are_ignored(sharded):  # LD-02 d
     write_file(sharded / "extra.safetensors", {"t0": np.full(4, 99, np.float32)})
     (sharded / "training_args.bin").write_bytes(b"pickle")

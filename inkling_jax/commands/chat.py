@@ -9,6 +9,7 @@ import inkling_jax as ij
 from inkling_jax.commands import inputs
 from inkling_jax.commands.generate import as_json, show
 from inkling_jax.images import decode
+from inkling_jax.messages import check_effort
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Answers each line of stdin, with `--json` by one JSON object a line."""
     sampling = inputs.sampling_params(args)
+    if args.effort is not None:
+        check_effort(args.effort)  # before a line of the conversation is typed
     pictures = [decode(path) for path in args.image]
     model = inputs.load_model(args)
     if model.tokenizer is None or not model.tokenizer.has_template:

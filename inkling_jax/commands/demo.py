@@ -11,6 +11,7 @@ import inkling_jax as ij
 SHIPPED = Path(str(importlib.resources.files("checkpoints"))) / "inkling-jax-nano"
 QUESTION = "What is the module tarfile?"
 PICTURE_QUESTION = "What is in the picture?"
+SHAPES = "red circle, blue square; green triangle, yellow diamond"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,35 +24,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns both questions with their answers, and where model and picture were put."""
-    if args.out:
-        return _show(Path(args.out), args.json)
+    """Returns both questions with their answers, and where model and picture are, if kept."""
+    if args.out is not None:
+        return _show(Path(args.out), args.json, kept=True)
     with tempfile.TemporaryDirectory(prefix="inkling-jax-demo-") as out:
-        return _show(Path(out), args.json)
+        return _show(Path(out), args.json, kept=False)
 
 
-def _show(out: Path, quiet: bool) -> dict[str, Any]:
+def _show(out: Path, quiet: bool, kept: bool) -> dict[str, Any]:
     target, picture = out / "model", out / "picture.png"
     ij.convert(SHIPPED, target, progress=not quiet)
     draw(picture)
     say = (lambda *_: None) if quiet else print
-    say(f"converted {SHIPPED} to {target}\n")
+    say(f"converted {SHIPPED}\n")
 
     model = ij.load(target)
     sampling = ij.SamplingParams(max_tokens=96, temperature=0.0)
     # One batch, so that one program is compiled for both.
     text, seen = model.generate([QUESTION, PICTURE_QUESTION], sampling, images=[[], [str(picture)]])
     say(f"question: {QUESTION}\nanswer:   {text.text}\n")
-    say(f"picture:  {picture}\nquestion: {PICTURE_QUESTION}\nanswer:   {seen.text}")
+    say(f"picture:  {SHAPES}\nquestion: {PICTURE_QUESTION}\nanswer:   {seen.text}\n")
+    say(f"kept {target} and {picture}" if kept else "`--out DIR` keeps the model and the picture")
     return {
-        "model": str(target),
+        "model": str(target) if kept else None,
         "text": {"prompt": QUESTION, "text": text.text},
-        "picture": {"path": str(picture), "prompt": PICTURE_QUESTION, "text": seen.text},
+        "picture": {
+            "path": str(picture) if kept else None,
+            "prompt": PICTURE_QUESTION,
+            "text": seen.text,
+        },
     }
 
 
 def draw(path: Path) -> None:
-    """Draws four shapes on a 2 × 2 grid of 40-pixel cells, one image token each."""
+    """Draws `SHAPES` on a 2 × 2 grid of 40-pixel cells, one image token each."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (80, 80), (246, 246, 246))

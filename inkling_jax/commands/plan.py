@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         hardware=args.hardware,
         prefill_tokens=args.prefill,
         acceptance=args.acceptance,
+        progress=not args.json,
     )
     if draw:
         draw(plan, args.plot)

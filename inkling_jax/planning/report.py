@@ -1,10 +1,12 @@
 """A plan: does a model fit a mesh, with which batch and context, and how fast can it be."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
+from rich.console import Console
 
 from inkling_jax.config import TextConfig
 from inkling_jax.errors import InputError
@@ -21,6 +23,8 @@ PREFILL_TOKENS = 8192
 DEFAULT_HARDWARE = "h200"
 ACCEPTANCE = 3.5  # of the published single-user figure
 MOST_ROWS = 2**16
+MOST_DEVICES = 2**10
+LAYER_SECONDS = 10  # most that a layer took to compile on two cores: plan_h200_tp4.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,7 @@ def plan(
     prefill_tokens: int | None = None,
     acceptance: float = ACCEPTANCE,
     target: Target | None = None,
+    progress: bool = True,
 ) -> Plan:
     """Plans a model on a mesh of devices, neither of which need be there.
 
@@ -134,12 +139,15 @@ def plan(
       prefill_tokens: of each row, by default 8,192, or the context where that is less.
       acceptance: tokens that a round of speculative decoding is taken to give.
       target: what to compile for, by default the GPU where JAX's CUDA plugin is installed.
+      progress: say on stderr what is being compiled.
 
     Raises:
       InputError: something of this cannot be; it is named.
     """
     with mesh_mistakes():
         wanted = MeshConfig.parse(mesh)
+    if wanted.devices > MOST_DEVICES:  # simulated ones take memory
+        raise InputError(f"mesh has {wanted.devices} devices, a plan is of up to {MOST_DEVICES}")
     kind, target = _hardware(hardware, mesh), target or default_target()
     device = HARDWARE[kind]
     with mesh_mistakes():
@@ -157,19 +165,18 @@ def plan(
         cache = device_cache(text, rows, context, shape)
     switched, used = _switched(wanted, text, rows, tokens)
 
-    works = _decoding(shard, local, context)
-    for sp in switched:
-        name = f"prefill, sp={sp}"
-        works.append(floors.step(name, shard, local, 0, tokens, 1, split_tokens=sp == "on"))
-    steps = tuple(_step(work, device) for work in works)
+    steps = tuple(_step(work, device) for work in _works(shard, local, context, tokens, switched))
     verify = next(step for step in steps if step.work.name == f"verify {BLOCK}")
     held: dict[Switch, int] = {
         sp: floors.activation_bytes(shard, local * tokens, sp == "on") for sp in switched
     }
+    machine = f"{device.device}, without one" if target == "cuda" else "simulated CPU devices"
 
     def compiled(name: str, sp: Switch, new: int) -> Program:
-        made = make_mesh(switched[sp], found)
-        return compile_program(name, config, params, made, target, rows, context, new)
+        made, layers = make_mesh(switched[sp], found), text.num_hidden_layers
+        what = f"compiling {name} for {machine}: {layers} layers, up to {LAYER_SECONDS} s each"
+        with _telling(what, progress):
+            return compile_program(name, config, params, made, target, rows, context, new)
 
     decode = compiled("decode", "off", 1)
     prefills = {sp: compiled(f"prefill, sp={sp}", sp, tokens) for sp in switched}
@@ -188,7 +195,7 @@ def plan(
         hardware=kind,
         context=context,
         batch=rows,
-        target=f"{device.device}, without one" if target == "cuda" else "simulated CPU devices",
+        target=machine,
         programs=(decode, *prefills.values()),
         splits=used == "on",
         memory=Memory(shard.weights, *cache, temporaries, target != "cuda", device.memory),
@@ -235,10 +242,15 @@ def _switched(
     return found, "on" if splits(mesh) else "off"
 
 
-def _decoding(shard: Shard, rows: int, context: int) -> list[Work]:
-    """Returns the work of steps that read 1, 2, 4, … tokens at the end of the context."""
+def _works(
+    shard: Shard, rows: int, context: int, tokens: int, switched: Iterable[Switch]
+) -> Iterator[Work]:
+    """Yields steps that read 1, 2, 4, … tokens at the end of the context, then the prefills."""
     widths = {"decode": 1, **{f"verify {n}": n for n in range(2, BLOCK + 1, 2)}}
-    return [floors.step(name, shard, rows, max(context - n, 0), n, n) for name, n in widths.items()]
+    for name, n in widths.items():
+        yield floors.step(name, shard, rows, max(context - n, 0), n, n)
+    for sp in switched:
+        yield floors.step(f"prefill, sp={sp}", shard, rows, 0, tokens, 1, split_tokens=sp == "on")
 
 
 def _step(work: Work, hardware: Hardware) -> Step:
@@ -259,3 +271,12 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def _telling(what: str, progress: bool) -> contextlib.AbstractContextManager[object]:
+    """Says on stderr what takes its time, on a terminal until it is done."""
+    console = Console(stderr=True, quiet=not progress)
+    if console.is_terminal:
+        return console.status(what)
+    console.print(what, soft_wrap=True, highlight=False)
+    return contextlib.nullcontext()
