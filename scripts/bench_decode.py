@@ -205,7 +205,7 @@ def plot(result: dict[str, Any], target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = result["rows"]
+    rows = sorted(result["rows"], key=lambda row: (row["part"], row["path"], row["tokens"]))
     names = [f"{r['part']} {r['path']}\n{r['tokens']} tok, {r['context']}" for r in rows]
     size = (3 + 0.7 * len(rows), 10)
     figure, (whole, parts) = pyplot.subplots(2, figsize=size, layout="constrained", sharex=True)
@@ -216,7 +216,7 @@ def plot(result: dict[str, Any], target: Path) -> None:
     for kernel, shares in longest_kernels(rows).items():
         parts.bar(names, shares, bottom=below, label=kernel[:LABEL])
         below += shares
-    parts.set_title("the same by kernel")
+    parts.set_title("the same by kernel; what overlaps counts twice")
     parts.tick_params(axis="x", labelrotation=90)
     for axes in (whole, parts):
         axes.set_ylabel("ms per step")

@@ -142,9 +142,9 @@ def step_of(shard, *args, **options):
 
 @pytest.mark.parametrize(("part", "name"), [(0, "decode_h200"), (1, "decode_rank_h200")])
 def test_decoding_is_expected_to_take_what_it_took(part, name):
-    """Twelve layers, and a rank's share of all; 1 and 8 tokens, 8 K and 100 K of context."""
+    """Twelve layers, and a rank's share of all; 1, 4 and 8 tokens, 8 K and 100 K of context."""
     shard, rows = alone(full_size()[part]), measured(name, path="kernels")
-    assert len(rows) == 4
+    assert len(rows) == 6
     for row in rows:
         tokens = row["tokens"]
         assert step_of(shard, row["context"], tokens, tokens) == pytest.approx(row["ms"], rel=0.1)
@@ -152,10 +152,10 @@ def test_decoding_is_expected_to_take_what_it_took(part, name):
 
 def test_two_devices_are_expected_to_take_what_they_took(monkeypatch):
     six_layers = some_layers(jax.devices()[:2], small=False).shard()
-    [decoded] = measured("sharded_h200", path="kernels", where="tp=2")
+    [decoded] = measured("sharded_h200_decode", path="kernels", where="tp=2")
     assert step_of(six_layers, 8192, 1, 1) == pytest.approx(decoded["ms"], rel=0.1)
     monkeypatch.setattr(ops, "REDUCED_ROWS", 0)
-    [decoded] = measured("sharded_h200", path="kernels, psum", where="tp=2")
+    [decoded] = measured("sharded_h200_decode", path="kernels, psum", where="tp=2")
     assert step_of(six_layers, 8192, 1, 1) == pytest.approx(decoded["ms"], rel=0.1)
     [read] = measured("sharded_h200", experts="of the model")
     split, whole = (step_of(six_layers, 0, 8192, 1, on) for on in (True, False))

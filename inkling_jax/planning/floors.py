@@ -17,9 +17,8 @@ from sharding.mesh import MeshConfig
 ACTIVATION, SUM = 2, 4  # bytes: what products read is bfloat16, sums are float32
 BLOCK = 8  # tokens of the widest verification, which can be taken back
 ENDS = "attention/last_tokens + moe/last_tokens"  # convolution states, made known to all
-# Of the decoding steps that the rates are fitted to (scripts/results/decode_h200.json); a layer has
-# two fewer since.
-LAUNCHES_A_LAYER, LAUNCHES_BESIDE = 13, 12
+# Of a decoding step of one token (scripts/results/decode_h200.json).
+LAUNCHES_A_LAYER, LAUNCHES_BESIDE = 11, 13
 QKV = 3  # inputs of a full layer's attention, each with a mix and a norm of its own
 
 

@@ -3,27 +3,25 @@
 Memory and `peak` are the vendor's data sheets (dense bfloat16; NVLink per direction). `reachable`
 was measured on H200s with JAX 0.11.2; files are under scripts/results:
 
-- read: the sum over 4 GB (decode_h200.json).
-- read_experts, launch: what makes a decoding step as long as it was, both fitted to the eight rows
+- read: the sum over 4 GB (decode_h200.json; 4.3 to 4.65 TB/s on other days and devices).
+- read_experts, launch: what makes a decoding step as long as it was, both fitted to the twelve rows
   of kernels in decode_h200.json and decode_rank_h200.json: twelve layers and a TP4 rank's share of
-  48, 1 and 8 tokens, 8 K and 100 K of context. These and two H200s' steps (sharded_h200.json) are
-  met within 7 %; with one rate for all bytes, within 14. By the profiles in these files the kernels
-  of experts read 3.2 to 3.7 TB/s at 8 tokens; at one, steps take 3.3 µs a launch more than all
-  bytes at `read`.
-- products: a bfloat16 8192³ product through XLA, 648 to 674 TFLOP/s (prefill_h200.json,
+  48, 1, 4 and 8 tokens, 8 K and 100 K of context. These are met within 4 %, and two H200s' steps
+  (sharded_h200_decode.json) within 2 %.
+- products: a bfloat16 8192³ product through XLA, 648 to 686 TFLOP/s (prefill_h200.json,
   prefill_more_h200.json, kernels_h200.json).
 - experts: what six layers over two devices take for 8,192 tokens beyond the same without experts,
   405 to 410 TFLOP/s (sharded_h200.json), 385 to 398 in the run before, which the rate is of. The
   kernels alone reach 482 to 513, a TP4 rank's columns 350 to 368, and with 2,048 tokens 239
   (kernels_prefill_h200.json): shorter prefills are slower than planned, 2,200 tokens of a TP4
   rank's twelve layers by half (prefill_more_h200.json).
-- attention: 191 TFLOP/s where layers slide, 416 where they are full (kernels_h200.json, beside
-  another benchmark; alone 302 and 544, kernels_prefill_h200.json), in the proportion of a prefill
-  of 8,192 tokens.
-- hop: what NCCL's sum in front of `conv_mix` adds to a decoding step, 14 µs between two devices;
-  alone it takes 8 µs (sharded_h200.json).
+- attention: 191 TFLOP/s where layers slide, 416 where they are full (of an early run beside another
+  benchmark; alone 302 and 544, kernels_prefill_h200.json), in the proportion of a prefill of 8,192
+  tokens.
+- hop: what NCCL's sum in front of `conv_mix` adds to a decoding step, 14 µs between two devices
+  (sharded_h200_decode.json).
 - peers: what `allreduce_conv_mix` takes between two devices beyond `conv_mix`: 6.3 µs of one row to
-  8.6 of eight, and 9.0 of one row within a decoding step of an earlier run (sharded_h200.json).
+  8.6 of eight, and 8.8 of one row within a decoding step (sharded_h200_decode.json).
 - reduce, gather: 8,192 × 4,608 bfloat16 between two devices by NCCL: all-reduce 390 µs,
   reduce-scatter and all-gather 440 µs together. No committed file has these alone; with them, a
   prefill over two H200s is met within 10 % (sharded_h200.json).
@@ -122,8 +120,8 @@ class Hardware:
 REPORTED = 151397597184 / 141e9  # an H200 has more bytes than its name says; so may others
 SENT = 8192 * 4608 * 2  # by each of two devices in the measured all-reduce
 MEASURED = Rates(
-    read=4.58e12,
-    read_experts=3.34e12,
+    read=4.65e12,
+    read_experts=3.83e12,
     products=650e12,
     experts=385e12,
     attention=255e12,
@@ -131,7 +129,7 @@ MEASURED = Rates(
     gather=SENT / 440e-6,
     hop=13.8e-6,
     peers=9.0e-6,
-    launch=3.1e-6,
+    launch=3.3e-6,
 )
 
 
