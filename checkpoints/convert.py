@@ -257,7 +257,7 @@ def _write_manifest(source: Path, partial: Path, plan: Plan, identity: str) -> N
     write_tree(partial / PARAMS, [leaf.path for leaf in plan.leaves])
     for file in _copied(source):
         copy = partial / file.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
     manifest = {"version": 1, "source": identity, "ignored": plan.ignored, "arrays": arrays}
     _write_json(partial / MANIFEST, manifest)

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import errno
 import importlib
+import io
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import sys
 from typing import Any, NoReturn
 
 import inkling_jax
-from inkling_jax.errors import InputError
+from inkling_jax.errors import InputError, interrupted
 
 COMMANDS = {
     "generate": "continue a prompt, a conversation or raw token ids, with pictures",
@@ -72,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO if verbose else logging.WARNING,
         format="%(levelname)s %(name)s: %(message)s",
     )
+    # Closed by the caller they are None: nothing to read, and nobody who reads.
+    sys.stdin, sys.stdout = sys.stdin or io.StringIO(), sys.stdout or io.StringIO()
     try:
         args = _parsed(arguments)
         with _profile(args.profile):
@@ -92,10 +95,8 @@ def main(argv: list[str] | None = None) -> int:
             return _fail(1, f"internal error: {e}", verbose)
         where = f"{e.filename}: " if e.filename else ""
         return _fail(2, f"error: {where}{e.strerror}", verbose)
-    except KeyboardInterrupt:
-        return _fail(130, "interrupted", verbose)
-    except Exception as e:
-        if isinstance(e.__cause__, KeyboardInterrupt):  # JAX makes a ValueError of it in a treedef
+    except (KeyboardInterrupt, Exception) as e:
+        if interrupted(e):
             return _fail(130, "interrupted", verbose)
         return _fail(1, f"internal error: {type(e).__name__}: {e}", verbose)
 

@@ -55,7 +55,7 @@ class Engine:
       mesh: the devices that the parameters are spread over; None is one device.
     """
 
-    params: nnx.State
+    params: nnx.State = dataclasses.field(repr=False)
     config: Config
     tokenizer: Tokenizer | None = None
     defaults: SamplingParams = dataclasses.field(default_factory=SamplingParams)

@@ -1,4 +1,4 @@
-"""The one exception that stands for a user's mistake."""
+"""The one exception that stands for a user's mistake, and how an interrupt is told from a fault."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +11,11 @@ class InputError(ValueError):
 
     The command line prints the sentence and exits with code 2.
     """
+
+
+def interrupted(error: BaseException) -> bool:
+    """Whether Ctrl-C is behind it: while JAX compares trees, it makes a ValueError of that."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
 
 
 def report(where: str | Path, of_what: str, faults: Sequence[str]) -> InputError:

@@ -74,7 +74,9 @@ def convert(
             wanted = abstract_mesh(MeshConfig.parse(mesh))
             param_specs(checkpoint_params(directory, config), wanted)
     read_settings(directory, config)  # refused here rather than when the result is loaded
-    return convert_directory(directory, Path(target), expected(config), dry_run, progress)
+    return convert_directory(
+        directory, Path(target).absolute(), expected(config), dry_run, progress
+    )
 
 
 @contextlib.contextmanager

@@ -109,9 +109,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}.function.arguments is not valid JSON: {error}") from error
-    if not isinstance(arguments, Mapping):
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise InputError(f"{where}.function.arguments must be a JSON object")
     named = {"name": function["name"], "arguments": dict(arguments)}
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+import jax
 import numpy as np
 
 from inkling_jax import images as pictures
@@ -48,7 +49,7 @@ def make_prompt(
       InputError: the prompt is empty, has ids outside the vocabulary, needs a tokenizer or template
         that is missing, does not match its pictures, or is none for which `effort` means something.
     """
-    if isinstance(prompt, np.ndarray):
+    if isinstance(prompt, np.ndarray | jax.Array):
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise InputError(

@@ -121,7 +121,7 @@ def _tool_call(name: str, raw: str) -> ToolCall:
     """Reads `{"name": …, "args": {…}}`; the name may also stand in front of the call."""
     try:
         call = json.loads(raw)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return ToolCall(name, None, raw)
     if not isinstance(call, dict) or not isinstance(call.get("args", {}), dict):
         return ToolCall(name, None, raw)

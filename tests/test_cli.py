@@ -113,6 +113,14 @@ def test_an_interrupt_while_jax_compares_trees_is_an_interrupt(monkeypatch, caps
     assert "interrupted" in fails(capsys, "env", code=130)
 
 
+def test_closed_streams_are_empty(monkeypatch):
+    read = []
+    monkeypatch.setattr(env, "run", lambda args: read.append(sys.stdin.read()) or {})
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    assert cli.main(["env", "--json"]) == 0 and read == [""]
+
+
 def test_profile_is_written(tmp_path, capsys):
     assert cli.main(["env", "--json", "--profile", str(tmp_path / "profile")]) == 0
     json.loads(capsys.readouterr().out)

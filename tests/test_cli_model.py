@@ -216,11 +216,14 @@ def test_pictures_wait_for_a_message_that_is_answered(inkling, monkeypatch, caps
     assert answers[0] == answers[1]
 
 
-def test_an_interrupt_ends_a_reply_and_not_the_chat(inkling, monkeypatch, capsys):
+@pytest.mark.parametrize("cause", [None, KeyboardInterrupt()], ids=["itself", "while JAX compares"])
+def test_an_interrupt_ends_a_reply_and_not_the_chat(inkling, monkeypatch, capsys, cause):
     def interrupted(pieces):
         monkeypatch.setattr(chat, "show", generate.show)
         next(iter(pieces))
-        raise KeyboardInterrupt
+        if cause is None:
+            raise KeyboardInterrupt
+        raise ValueError from cause
 
     command = ["chat", "--model", "model", *GREEDY]
     monkeypatch.setattr("sys.stdin", typed("Hi\n"))

@@ -35,6 +35,8 @@ def source(tmp_path_factory):
     (directory / "chat_template.jinja").write_text("a template\n")
     (directory / "drafter").mkdir()
     (directory / "drafter/model.safetensors").write_bytes(b"weights of a drafter")
+    (directory / "drafter/notes/old").mkdir(parents=True)
+    (directory / "drafter/notes/old/one.txt").write_text("kept")
     (directory / "optimizer.bin").write_bytes(b"not ours")
     return directory
 
@@ -75,6 +77,7 @@ def test_the_directory_is_complete(source, converted):
     assert names == {"config.json", *TEXTS, "drafter", "manifest.json", "params"}
     assert is_converted(converted) and not is_converted(source)
     assert (converted / "chat_template.jinja").read_text() == "a template\n"
+    assert (converted / "drafter/notes/old/one.txt").read_text() == "kept"
     manifest = json.loads((converted / "manifest.json").read_text())
     assert manifest["arrays"].keys() == {orbax_store.array_name(x.path) for x in leaves_of(source)}
     w2 = manifest["arrays"]["layers.0.moe.w2.values"]

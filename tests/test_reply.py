@@ -66,6 +66,13 @@ def test_reply_is_split_the_same_in_every_rhythm(name):  # TX-02
         assert raw == "".join(call.raw for call in want.tool_calls)
 
 
+def test_a_call_that_nests_too_deep_is_left_as_it_is():
+    splitter = ReplySplitter(TOKENIZER, ids(OPEN))
+    splitter.add([*ids(f"f{TOOL}"), *TOKENIZER.encode("[" * 100_000), *ids(END)])
+    [call] = splitter.reply.tool_calls
+    assert (call.name, call.arguments, set(call.raw)) == ("f", None, {"["})
+
+
 def test_text_streams_before_its_message_ends():
     splitter = ReplySplitter(TOKENIZER, ids(OPEN))
     assert splitter.add(ids("[content_text]Yes")) != []

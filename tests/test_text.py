@@ -194,6 +194,10 @@ def test_pictures_are_collected_in_order():
         chat(user([image()]), tiles=[1, 1])
 
 
+def called(arguments):
+    return {"function": {"name": "f", "arguments": arguments}}
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -207,8 +211,9 @@ def test_pictures_are_collected_in_order():
         ([{**user("x"), "weight": 0}], "unknown field weight"),
         ([{"role": "system", "content": [image()]}], "images belong in user"),
         ([{**user("x"), "tool_calls": [1]}], "tool_calls"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-         "not valid JSON"),
+        ([{"role": "assistant", "tool_calls": [called("{")]}], "not valid JSON"),
+        ([{"role": "assistant", "tool_calls": [called("[" * 100_000)]}], "not valid JSON"),
+        ([{"role": "assistant", "tool_calls": [called({("a",): 1})]}], "must be a JSON object"),
     ],
 )  # fmt: skip
 def test_bad_messages_are_refused_in_a_sentence(messages, reason):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import inkling_jax as ij
 from inkling_jax.commands import inputs
 from inkling_jax.commands.generate import as_json, show
+from inkling_jax.errors import interrupted
 from inkling_jax.images import decode
 from inkling_jax.messages import check_effort
 
@@ -42,16 +43,18 @@ def run(args: argparse.Namespace) -> None:
         stream = model.stream(messages, sampling, images=pictures, effort=args.effort)
         try:
             text = _answer(stream, args.json)
-        except KeyboardInterrupt:  # ends the reply alone: without it, its question is forgotten too
-            if not terminal:
-                raise
-            print(file=sys.stderr)
-            messages.pop()
-            continue
         except ij.InputError as e:
             if not terminal:
                 raise
             print(f"inkling-jax: error: {e}", file=sys.stderr)  # the conversation goes on without
+            messages.pop()
+            continue
+        except (KeyboardInterrupt, ValueError) as e:
+            if not terminal or not interrupted(e):
+                raise
+            print(
+                file=sys.stderr
+            )  # ends the reply alone: without it, its question is forgotten too
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": text})
