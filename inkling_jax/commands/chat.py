@@ -52,9 +52,8 @@ def run(args: argparse.Namespace) -> None:
         except (KeyboardInterrupt, ValueError) as e:
             if not terminal or not interrupted(e):
                 raise
-            print(
-                file=sys.stderr
-            )  # ends the reply alone: without it, its question is forgotten too
+            # Ends the reply alone: without it, its question is forgotten too.
+            print(file=sys.stderr)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": text})
