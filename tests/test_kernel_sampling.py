@@ -59,7 +59,7 @@ def test_many_equal_ones_at_the_top():
 
 @pytest.mark.parametrize("largest", [[5, 9, 7, 8, 6, 4], [6, 9, 7, 6, 8, 6], [6] * 6, [7, 3, 8]])
 def test_what_reaches_the_floor_is_held_equal_or_not(largest):
-    """Else a search would read the whole row, which takes twenty times as long."""
+    """Else a search would read the whole row."""
     values = np.array(largest, np.float32)
     head, floor = kernel.choose_head(jnp.asarray(values)[None], interpret=True)
     held = np.flatnonzero([(values >= value).sum() <= kernel.HEAD for value in values])
