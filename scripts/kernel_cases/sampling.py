@@ -19,8 +19,16 @@ def cases() -> Iterator[Case]:
         yield _ends("default", sampling.prefix_end, rows, 50, 0.95)
     # Every token is among the k, and many are in the nucleus: the kernel reads the row again.
     yield _ends("default", sampling.prefix_end, 8, VOCABULARY, 0.95)
+    for rows in (1, 8):
+        yield _ends("jax-triton", _peer, rows, 50, 0.95)
     yield _ends("plain xla", model.prefix_end, 8, 50, 0.95)
     yield _draws(8)
+
+
+def _peer(*inputs):
+    from scripts.kernel_cases import triton_sampling as peer  # needs its package
+
+    return peer.prefix_end(*inputs)
 
 
 def _ends(variant, find, rows, k, p):
@@ -40,7 +48,7 @@ def _ends(variant, find, rows, k, p):
         step, _setup(rows, k, p), 4 * rows * VOCABULARY,
         result=lambda *inputs: find(*inputs)[:judged],
         expected=lambda *inputs: reference.prefix_end(*inputs)[:judged], tolerance=1e-4,
-        compared=variant == "plain xla",
+        compared=variant != "default",
     )  # fmt: skip
 
 
