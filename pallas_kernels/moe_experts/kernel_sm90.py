@@ -19,6 +19,8 @@ from pallas_kernels.moe_experts.plan import Plan
 from pallas_kernels.moe_experts.ptx import fragment_product
 from pallas_kernels.moe_experts.tiles import STEP_COLUMNS
 
+LANES = 32  # of a warp
+
 
 def gate_up(
     x: jax.Array,
@@ -122,15 +124,18 @@ def _body(x_shape, format, steps, warps, one_token, row_of, finish, expert, star
                 )
         if warps > 1:  # adding up one would go through shared memory all the same
             sums = [s.reshape(warps, WORDS).sum(axis=0) for s in sums]
+        # One for each thread, so all of them twice where warps are eight: Triton would take fewer
+        # in the layout of the sums, in which SwiGLU is every warp's work anew.
+        copies = max(LANES * warps // WORDS, 1)
+        sums = [jnp.broadcast_to(s, (copies, WORDS)).reshape(-1) for s in sums]
         # Accumulator i of lane 4g + t: row g + 8 (i / 2), token 2t + i % 2.
-        word = jnp.arange(WORDS, dtype=jnp.int32)
+        word = lax.rem(jnp.arange(copies * WORDS, dtype=jnp.int32), WORDS)
         token = lax.rem(lax.div(word, 4), 4) * 2 + lax.rem(word, 2)
         row = tile * 16 + lax.div(word, 16) + lax.rem(lax.div(word, 2), 2) * 8
         keep = token < n
         # Past the end where not kept: the interpreter stores masked elements too, unchanged.
         place = jnp.where(keep, first + token, order.shape[0])
-        # A number for each thread, whose layout decides: SwiGLU in that of the sums would be every
-        # warp's work anew.
+        # Loaded for each thread, which decides the layout.
         finish(sums, place, order, row, keep, outer[jnp.full_like(word, e)], out, *extra)
 
 
