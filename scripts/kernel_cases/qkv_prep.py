@@ -62,19 +62,22 @@ def _long(full, plain=False):
     run = reference.qkv_prep_long if plain else qkv_prep_long
     run = jax.jit(functools.partial(run, **options))
 
-    def step(i, q, shared):
+    def step(i, products, shared):
         for _ in range(CALLS):
-            out = jax.lax.optimization_barrier(run(q=q, **shared))  # all of it is wanted
-            q = q.at[0, 0, 0, 0].set(out[0][0, 0, 0, 0].astype(jnp.float32))
-        return q
+            out = jax.lax.optimization_barrier(run(**products, **shared))  # all of it is wanted
+            # Every product is new, or XLA would do once for all calls what depends on an old one.
+            for name, x in zip("qrkv", out, strict=True):
+                first = x[0, 0, 0, 0].astype(jnp.float32)
+                products |= {name: products[name].at[0, 0, 0, 0].set(first)}
+        return products
 
     vectors = LONG * (HEADS * (DIM + RANKS) + 2 * KV_HEADS * DIM)
     return Case(
         "qkv_prep", "plain xla, long" if plain else "long",
         f"{LONG} tok, {'full' if full else 'sliding'} layer", step, _long_setup(full),
         (4 + 2) * vectors,
-        result=lambda q, shared: tuple(run(q=q, **shared)),
-        expected=lambda q, shared: reference.qkv_prep_long(q=q, **shared, **options),
+        result=lambda products, shared: tuple(run(**products, **shared)),
+        expected=lambda products, shared: reference.qkv_prep_long(**products, **shared, **options),
         tolerance=5e-3, compared=plain, ceiling="copy",
     )  # fmt: skip
 
@@ -85,7 +88,8 @@ def _long_setup(full):
     def setup(key):
         carry, (shared,) = _inputs(LONG, full, key)
         before = {f"{name}_before": carry[f"{name}_state"][:, : TAPS - 1] for name in "kv"}
-        return carry["q"], (shared | before,)
+        products = {"q": carry["q"]} | {name: shared.pop(name) for name in "rkv"}
+        return products, (shared | before,)
 
     return setup
 
