@@ -2,11 +2,6 @@
 PYTHONS := python3.13 python3.12 python3 python
 EXTRAS ?= test,train
 PYTHON := .venv/bin/python
-# One test of each kernel that needs one GPU.
-SANITIZED := moe_experts[576-5-nvfp4] or attention_decode[None-5] or conv_mix[5-3-bfloat16] \
-  or projections[rows1-8] or qkv_prep[True-5] or conv_mix_long[9-1] \
-  or qkv_prep_long[1025-True] or router[17] or sampling[distinct] \
-  or draft_attention and one
 WATCHED := planted moe_experts rel_attention conv_mix project qkv_prep router sampling draft_attention
 SANITIZER := compute-sanitizer --error-exitcode 1 \
   $(foreach name,$(WATCHED),--kernel-name kernel_substring=$(name))
@@ -39,14 +34,14 @@ test-long: setup
 test-gpu: setup
 	JAX_PLATFORMS=cuda,cpu $(PYTHON) -m pytest -m gpu --summary scripts/results/gpu_tests.json
 
-# Every buffer is an allocation of its own, so that a step over its end is seen. Only our kernels are
-# watched: with XLA's that make the inputs it takes hours.
+# Every buffer is an allocation of its own, so that a step over its end is seen.
 sanitize-gpu: export XLA_PYTHON_CLIENT_ALLOCATOR = platform
 sanitize-gpu: export CUDA_MODULE_LOADING = LAZY
 sanitize-gpu: export JAX_PLATFORMS = cuda,cpu
+sanitize-gpu: export PYTHONPATH = .:tests
 sanitize-gpu: setup
-	! $(SANITIZER) $(PYTHON) scripts/planted_fault.py
-	$(SANITIZER) $(PYTHON) -m pytest -m gpu tests/test_kernels_gpu.py -k '$(SANITIZED)'
+	! $(SANITIZER) $(PYTHON) scripts/sanitize_kernels.py --planted
+	$(SANITIZER) $(PYTHON) scripts/sanitize_kernels.py
 
 lint: setup
 	$(PYTHON) -m ruff check
