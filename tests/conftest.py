@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if path := config.getoption("--summary"):
+    path = config.getoption("--summary")
+    if path and not hasattr(config, "workerinput"):  # a worker of xdist knows its own tests only
         path = pathlib.Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(run_summary(terminalreporter.stats), indent=1) + "\n")
