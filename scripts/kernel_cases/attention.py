@@ -18,7 +18,7 @@ from pallas_kernels.rel_attention_decode.shapes import (
     RANKS,
     WINDOW,
 )
-from scripts.kernel_cases import flex_attention
+from scripts.kernel_cases import flex_attention, tokamax_attention
 from scripts.kernel_cases.case import CALLS, ROTATE, Case
 
 
@@ -46,9 +46,14 @@ def cases() -> Iterator[Case]:
             outside=flex_attention.timed,
             compared=True,
         )
+    for tokens, reach in ((1, short), (1, context), (8, context)):
+        yield _case(tokens, reach, tokamax={"implementation": "mosaic"})  # its own first choice
+        # 8 KV heads x 16 parts: about one program per multiprocessor.
+        for implementation in ("mosaic", "triton"):
+            yield _case(tokens, reach, tokamax={"implementation": implementation, "splits": 16})
 
 
-def _case(tokens, context, window=None, config=None, plain=False):
+def _case(tokens, context, window=None, config=None, plain=False, tokamax=None):
     reach = min(window, context) if window else context
     size = 2 * reach * KV_HEADS * DIM * 2
     copies = min(max(round(ROTATE / size), 1), 16)
@@ -56,6 +61,8 @@ def _case(tokens, context, window=None, config=None, plain=False):
 
     @jax.jit
     def attend(q, shared, k, v):
+        if tokamax:
+            return tokamax_attention.attend(q=q, k=k, v=v, **shared, **tokamax)
         if plain:
             return reference.rel_attention_decode(q=q, k=k, v=v, window=window, **shared)
         return rel_attention_decode.rel_attention_decode(
@@ -74,12 +81,14 @@ def _case(tokens, context, window=None, config=None, plain=False):
     variant = "plain xla" if plain else "default"
     if config:
         variant = f"n{config.splits} k{config.keys} w{config.warps} s{config.stages}"
+    if tokamax:
+        variant = " ".join(["tokamax", *(f"{value}" for value in tokamax.values())])
     return Case(
         "attention", variant,
         f"{tokens} q, {context}" + (f", window {window}" if window else ""),
-        step, _setup(tokens, context, window, copies), size, calls,
+        step, _setup(tokens, context, window, copies, 0 if tokamax else 8), size, calls,
         result=lambda q, shared, caches: attend(q, shared, *caches[0]),
-        expected=expected, tolerance=1e-2, compared=plain or config is not None,
+        expected=expected, tolerance=1e-2, compared=variant != "default",
     )  # fmt: skip
 
 
@@ -88,14 +97,14 @@ def _setup(*shape):
     return functools.partial(_inputs, *shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _inputs(tokens, context, window, copies, key):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _inputs(tokens, context, window, copies, spare, key):
     keys = iter(jax.random.split(key, 6 + 2 * copies))
 
     def normal(*shape, dtype=jnp.bfloat16):
         return jax.random.normal(next(keys), shape, dtype)
 
-    slots = window + 8 if window else context + 8
+    slots = (window or context) + spare
     shared = {
         "r": normal(1, tokens, HEADS, RANKS),
         # A bias of deviation 1: the keys beyond the extent keep most of the weight.
