@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, Exception) as e:
         if interrupted(e):
             return _fail(130, "interrupted", verbose)
+        if mistake := _absent_platform():
+            return _fail(2, f"error: {mistake}", verbose)
         return _fail(1, f"internal error: {type(e).__name__}: {e}", verbose)
 
 
@@ -127,6 +129,21 @@ def _profile(directory: str | None) -> contextlib.AbstractContextManager:
     import jax
 
     return jax.profiler.trace(directory)
+
+
+def _absent_platform() -> str | None:
+    """Says that JAX has no device of the platforms that it was told to use, or None."""
+    import jax
+
+    asked = os.environ.get("JAX_PLATFORMS")
+    try:
+        jax.devices()
+    except Exception:  # JAX has no exception of its own for it
+        return asked and (
+            f"JAX_PLATFORMS is {asked!r}, and JAX has no such device here; unset it, or install "
+            "what it needs (inkling-jax[cuda] for NVIDIA GPUs)"
+        )
+    return None
 
 
 def _fail(code: int, sentence: str, verbose: bool) -> int:

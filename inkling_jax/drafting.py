@@ -48,7 +48,7 @@ def open_speculator(
     Raises:
       InputError: the drafter is absent, damaged, for another model, or not made for so many drafts.
     """
-    if not isinstance(drafter, str | Path | None):
+    if not isinstance(drafter, str | Path | None) or drafter == "":
         raise InputError(f"drafter is {drafter!r:.40}, it must be a directory, auto or none")
     directory = find_drafter(model) if drafter == AUTO else drafter
     if directory in (None, "none"):

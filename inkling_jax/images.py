@@ -79,7 +79,7 @@ def decode(source: Source, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "H
 def _read(source: str | os.PathLike | bytes) -> tuple[io.BytesIO, str]:
     if isinstance(source, bytes):
         return io.BytesIO(source), f"a picture of {len(source)} bytes"
-    if not isinstance(source, str | os.PathLike):
+    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
         raise InputError(
             f"an image is {source!r:.40}, it must be a path, a data: URL, bytes, a PIL image or an "
             "array"

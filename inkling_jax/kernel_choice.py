@@ -27,6 +27,9 @@ def chosen() -> dict[str, str]:
 
 def device_refusal() -> str | None:
     """Says why no kernel can run on the device that functions are traced for, or None."""
+    switch = os.environ.get(SWITCH, "1")
+    if switch not in ("0", "1"):
+        raise InputError(f"{SWITCH} is {switch!r}, it must be 0 or 1")
     device, target = _default_device(), jax.sharding.get_abstract_mesh().abstract_device
     platform = getattr(device, "platform", device)
     capability = getattr(device, "compute_capability", None)
@@ -36,9 +39,6 @@ def device_refusal() -> str | None:
         return f"the platform is {platform}"
     if capability is not None and float(capability) < CAPABILITY:
         return f"the compute capability is {capability}, kernels need {CAPABILITY}"
-    switch = os.environ.get(SWITCH, "1")
-    if switch not in ("0", "1"):
-        raise InputError(f"{SWITCH} is {switch!r}, it must be 0 or 1")
     if switch == "0":
         return f"{SWITCH}=0 turns kernels off"
     return None

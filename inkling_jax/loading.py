@@ -61,7 +61,7 @@ def convert(
       source: published directory or hub id.
       target: the directory to make.
       revision: of a hub id.
-      dry_run: check everything, write nothing.
+      dry_run: check all but a drafter, write nothing.
       progress: show a bar on stderr.
       mesh: refuse a model that this mesh could not run; what is written is the same for all.
     """

@@ -78,9 +78,10 @@ class MeshConfig:
         for part in parts:
             name, _, value = part.partition(between)
             name, value = name.strip(), value.strip(" \t\"'")
-            if not (value.isdecimal() if name in GROUPS else name == "sp" and value in SWITCH):
+            size = value.isdecimal() and len(value) < 10
+            if not (size if name in GROUPS else name == "sp" and value in SWITCH):
                 raise MeshError(
-                    f"{where}: {part.strip()!r} is not understood; write sizes of "
+                    f"{where}: {part.strip()!r:.60} is not understood; write sizes of "
                     f"{', '.join(GROUPS)} and sp={'|'.join(SWITCH)}, such as tp=4,dp=2,sp=on, or "
                     f"one of {', '.join(PRESETS)}"
                 )
@@ -214,6 +215,8 @@ def _read_yaml(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as e:
         raise MeshError(f"{file}: cannot be read ({e.strerror})") from e
+    except UnicodeDecodeError as e:
+        raise MeshError(f"{file}: is not text in UTF-8, write lines such as tp: 4") from e
     bare = (line.partition("#")[0].strip() for line in lines)
     return [line for line in bare if line and line != "---"]
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -78,6 +79,14 @@ def test_a_gpu_host_without_cuda_gets_one_warning():
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.stderr.count("\n") == 1 and "NVIDIA GPU" in run.stderr
+
+
+def test_a_platform_that_jax_does_not_have_is_a_mistake():
+    command = [sys.executable, "-m", "inkling_jax.cli", "env"]
+    environment = os.environ | {"JAX_PLATFORMS": "abacus"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert "JAX_PLATFORMS is 'abacus', and JAX has no such device here" in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def test_the_drafter_that_was_asked_for_is_opened(model):
         (model / "bare", "auto", 4, "draft-tokens is 4, but there is no drafter"),
         (model, "auto", "x", "draft-tokens is 'x', it must lie in 1…8"),
         (model, 5, None, "drafter is 5, it must be a directory"),
+        (model, "", None, "drafter is '', it must be a directory"),
         (model, model / "absent", None, "cannot be read"),
         (model / "half", "auto", None, "half/drafter/config.json: cannot be read"),
     ]:

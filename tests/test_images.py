@@ -164,6 +164,7 @@ def test_large_pictures_are_refused_before_decoding():
         (np.zeros(5, np.uint8), "array"),
         (Image.new("RGB", (0, 4)), "0 x 4"),
         (None, "an image is None"),
+        ("", "an image is ''"),
         (bytearray(b"ab"), "an image is bytearray"),
     ],
 )

@@ -43,14 +43,22 @@ def test_sizes_come_from_text_presets_and_yaml(tmp_path):
         ("tp=-2", "'tp=-2' is not"),
         ("pp=2", "'pp=2' is not"),
         ("tp=2,tp=2", "tp is given twice"),
+        ("tp=" + 5000 * "9", "99.*is not understood"),
         ("tp=0", "tp is 0, it must be a whole number from 1 on"),
         ("absent.yaml", "absent.yaml: cannot be read"),
         ("", "is not understood"),
     ],
 )
 def test_other_text_is_refused(text, says):
-    with pytest.raises(MeshError, match=says):
+    with pytest.raises(MeshError, match=says) as error:
         MeshConfig.parse(text)
+    assert len(str(error.value)) < 300
+
+
+def test_a_file_in_another_encoding_is_refused_by_name(tmp_path):
+    (tmp_path / "mesh.yaml").write_bytes("tp: 4".encode("utf-16"))
+    with pytest.raises(MeshError, match=r"mesh\.yaml: is not text in UTF-8"):
+        MeshConfig.parse(str(tmp_path / "mesh.yaml"))
 
 
 def test_a_mesh_has_neighbours_in_a_tp_group():

@@ -303,8 +303,10 @@ def test_kernels_can_be_turned_off(monkeypatch):
     monkeypatch.setenv(kernel_choice.SWITCH, "0")
     assert kernel_choice.device_refusal() == "INKLING_JAX_KERNELS=0 turns kernels off"
     monkeypatch.setenv(kernel_choice.SWITCH, "off")
-    with pytest.raises(InputError, match="INKLING_JAX_KERNELS is 'off', it must be 0 or 1"):
-        kernel_choice.device_refusal()
+    for device in (hopper, types.SimpleNamespace(platform="cpu")):
+        monkeypatch.setattr(kernel_choice, "_default_device", lambda device=device: device)
+        with pytest.raises(InputError, match="INKLING_JAX_KERNELS is 'off', it must be 0 or 1"):
+            kernel_choice.device_refusal()
 
 
 def test_a_model_spread_over_devices_keeps_the_plain_path(on_gpu):

@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DST", help="directory to make")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--mesh", metavar="M", help="refuse a model that this mesh could not run")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
+    dry_run = "check all but a drafter, write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
