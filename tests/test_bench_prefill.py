@@ -33,4 +33,4 @@ def test_rows_in_small(tmp_path):
     assert kernels["plain_takes"] > 0 and kernels["floor_ms"] < kernels["ms"]
     assert (rank["tokens"], rank["context"]) == (40, 64)
     assert [row["chunk"] for row in long] == [64, 96]
-    assert 0 < long[1]["differs"] < 1e-5 and long[1]["same_token"]
+    assert long[1]["differs"] < 1e-5 and long[1]["same_token"]
