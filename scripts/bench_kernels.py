@@ -75,11 +75,14 @@ def compile_setup(case: Case) -> Any:
 
 
 def compile_loop(case: Case) -> Any:
-    """(trips, carry, *args) -> carry, with `case.step` as the body of the loop."""
+    """(trips, carry, *args) -> carry, with `case.calls` steps in the body of the loop."""
 
     def loop(trips, carry, *args):
         def body(state):
-            return state[0] + 1, case.step(state[0], state[1], *args)
+            trip, carry = state
+            for call in range(case.calls):
+                carry = case.step(call, carry, *args)
+            return trip + 1, carry
 
         return lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), carry))[1]
 
@@ -132,10 +135,10 @@ def time_case(loop: Any, carry: Any, args: tuple, target: float) -> list[float]:
         jax.block_until_ready(loop(jnp.int32(trips), carry, *args))
         return time.perf_counter() - begin
 
-    elapsed(2)
-    few, more = 4, 24
+    few, more = 2, 8
+    elapsed(few)
     one = max((min(elapsed(more) for _ in range(2)) - elapsed(few)) / (more - few), 5e-7)
-    more = few + min(max(int(target / one), 20), 20000)
+    more = few + min(max(int(target / one), 4), 20000)
     elapsed(more)  # clocks up
     return [(elapsed(more) - elapsed(few)) / (more - few) for _ in range(5)]
 

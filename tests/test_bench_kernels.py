@@ -31,6 +31,7 @@ from scripts.kernel_cases import (
     router,
     sampling,
 )
+from scripts.kernel_cases.case import all_of
 
 TOY = {
     limits: {"FLOATS": 1 << 10, "SIDE": 32},
@@ -115,6 +116,26 @@ def adding(number, expected=1.0, **fields):
         result=lambda x: x + number, expected=lambda x: x + expected, tolerance=1e-6,
     )  # fmt: skip
     return dataclasses.replace(case, **fields)
+
+
+def test_nothing_that_a_timed_call_makes_is_left_out():
+    """XLA once made one product of six, and no mix at all, for a step that looked at no more."""
+
+    def step(x, weights):
+        return x.at[0, 0].set(all_of(*(x @ w for w in weights)))
+
+    x, weights = jnp.ones((8, 64)), [jnp.ones((64, 128)), jnp.ones((64, 96))]
+    text = jax.jit(step).lower(x, weights).compile().as_text()
+    products = [line for line in text.splitlines() if " dot(" in line]
+    assert {w.shape[1] for w in weights} == {
+        width for width in (96, 128) for line in products if f"f32[8,{width}]" in line
+    }
+
+
+def test_a_trip_makes_as_many_calls_as_its_time_is_divided_by():
+    case = adding(1.0, calls=5)
+    loop = bench_kernels.compile_loop(case)
+    assert loop(jnp.int32(3), jnp.zeros(8)).tolist() == [15.0] * 8
 
 
 def test_a_wrong_result_and_a_fault_are_marked_and_the_next_case_runs(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -18,11 +20,11 @@ class Case:
 
     Attributes:
       op, variant, shape: names of the row.
-      step: (trip, carry, *args) -> carry, with `calls` calls of the op inside.
+      step: (call, carry, *args) -> carry, one call of the op, the `call`-th of a trip.
       setup: key -> (carry, args) on the device; cases with the same `setup` object share its
         result.
       bytes: read (and written) by one call, each weight and key once.
-      calls: of the op in one trip.
+      calls: steps in one trip.
       result: (carry, *args) -> arrays that are defined after such a call.
       expected: the same by the plain reference in float32.
       tolerance: norm of the error over the norm of what is expected, at most.
@@ -48,6 +50,12 @@ class Case:
     compared: bool = False
     outside: Callable | None = None
     flops: float = 0
+
+
+def all_of(*results: jax.Array) -> jax.Array:
+    """A number for the next call to wait for: XLA leaves out, or cuts, what nothing waits for."""
+    results = jax.lax.optimization_barrier(results)
+    return sum(x.ravel()[0].astype(jnp.float32) for x in results)
 
 
 def trivial_kernel(x):

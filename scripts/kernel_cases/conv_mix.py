@@ -10,7 +10,7 @@ from pallas_kernels import conv_mix
 from pallas_kernels.conv_mix import reference
 from pallas_kernels.conv_mix.shapes import BLOCKS, HIDDEN, TAPS
 from scripts.kernel_cases.case import SHORT_CALLS as CALLS
-from scripts.kernel_cases.case import Case
+from scripts.kernel_cases.case import Case, all_of
 
 LONG = 8192  # rows of a chunk of a prompt
 OPTIONS = {"dtypes": (jnp.bfloat16,), "eps": 1e-6, "norm_eps": 1e-6}
@@ -32,11 +32,11 @@ def _case(batch, tokens, queries=1, plain=False):
     run = reference.conv_mix if plain else conv_mix.conv_mix
     run = jax.jit(functools.partial(run, **OPTIONS))
 
-    def step(i, carry, shared):
-        for _ in range(CALLS):  # a chain: the next output is what this one left
-            _, u, _, state = run(**carry, **shared)
-            carry = {"u": u, "state": state}
-        return carry
+    def step(call, carry, shared):
+        z, u, scale, state = run(**carry, **shared)
+        if plain:
+            u = u.at[0, 0, 0].set(all_of(*jax.tree.leaves(z), scale))
+        return {"u": u, "state": state}  # a chain: the next output is what this one left
 
     return Case(
         "conv_mix", "plain xla" if plain else "default",
@@ -52,12 +52,10 @@ def _long(queries, plain=False):
     run = reference.conv_mix_long if plain else conv_mix.conv_mix_long
     run = jax.jit(functools.partial(run, **OPTIONS))
 
-    def step(i, partial, shared):
-        for _ in range(CALLS):  # what one call adds to, the next one adds to again
-            z, partial, _ = run(partial=partial, **shared)
-            if plain:  # all of it is wanted
-                partial, _ = jax.lax.optimization_barrier((partial, z))
-        return partial
+    def step(call, partial, shared):
+        z, partial, scale = run(partial=partial, **shared)
+        # What one call adds to, the next one adds to again.
+        return partial.at[0, 0, 0].set(all_of(*jax.tree.leaves(z), scale))
 
     row = HIDDEN * (4 * (BLOCKS + 3) + 2 * queries)
     return Case(

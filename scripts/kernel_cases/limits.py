@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from scripts.kernel_cases.case import CALLS, SHORT_CALLS, Case, trivial_kernel
+from scripts.kernel_cases.case import SHORT_CALLS, Case, trivial_kernel
 
 FLOATS = 1 << 30
 SIDE = 8192  # of the matrices
@@ -14,27 +14,21 @@ SIDE = 8192  # of the matrices
 def cases() -> Iterator[Case]:
     """Yields the ceilings of reading, copying and multiplying, then the launch."""
 
-    def read(i, carry, x):
-        for _ in range(CALLS):  # the factor makes each sum depend on the one before
-            carry = jnp.sum(x * (1 + 0 * carry))
-        return carry
+    def read(call, carry, x):
+        return jnp.sum(x * (1 + 0 * carry))  # the factor makes each sum depend on the one before
 
-    def copy(i, carry):
-        for _ in range(CALLS):
-            carry = jax.lax.optimization_barrier(carry + 1)
-        return carry
+    def copy(call, carry):
+        return jax.lax.optimization_barrier(carry + 1)
 
-    def multiply(i, x, y):
+    def multiply(call, x, y):
         return x @ y
 
     def matrices(key):
         x, y = jax.random.normal(key, (2, SIDE, SIDE), jnp.bfloat16)
         return x, (y / SIDE**0.5,)
 
-    def launch(i, carry):
-        for _ in range(SHORT_CALLS):
-            carry = trivial_kernel(carry)
-        return carry
+    def launch(call, carry):
+        return trivial_kernel(carry)
 
     yield Case(
         "limit", "read", f"xla sum of {4 * FLOATS / 1e9:.1f} GB", read,

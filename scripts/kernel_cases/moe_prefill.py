@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from inkling_jax import moe
 from pallas_kernels import moe_experts
 from pallas_kernels.moe_experts.shapes import EXPERTS, HIDDEN, PICKS, WIDTH, WIDTH_TP4
-from scripts.kernel_cases.case import Case
+from scripts.kernel_cases.case import Case, all_of
 from scripts.kernel_cases.moe_experts import CAPS, expert_by_expert, expert_bytes, random_packed
 
-TRIPS = 4  # different choices of experts
+CALLS = 4  # each with its own choice of experts
 COMPARED = 32  # tokens
 PLAIN_CALLS = 3  # of the plain path, which takes too long for a loop
 
@@ -38,9 +38,9 @@ def _case(format, tokens, inner=WIDTH, uneven=False, plain=False):
             return moe._by_expert(x, picked, weights, w13, w2, swish)
         return moe_experts.moe_experts(x, picked, weights, w13, w2, **CAPS)
 
-    def step(i, x, weights, picked, w13, w2):
-        y = run(x, weights, picked[i % TRIPS], w13, w2)
-        return x.at[:, :128].set(y[:, :128].astype(x.dtype))  # the next call must wait for this one
+    def step(call, x, weights, picked, w13, w2):
+        y = run(x, weights, picked[call], w13, w2)
+        return x.at[0, 0].set(all_of(y).astype(x.dtype))
 
     def result(x, weights, picked, w13, w2):
         return run(x, weights, picked[0], w13, w2)[:COMPARED]
@@ -59,7 +59,7 @@ def _case(format, tokens, inner=WIDTH, uneven=False, plain=False):
     return Case(
         "moe_prefill", f"{format} plain" if plain else format,
         f"{tokens} tok, I {inner}" + (", uneven" if uneven else ""),
-        step, _setup(format, tokens, inner, uneven), EXPERTS * expert_bytes(format, inner), 1,
+        step, _setup(format, tokens, inner, uneven), EXPERTS * expert_bytes(format, inner), CALLS,
         result=result, expected=expected, tolerance=5e-3, compared=plain,
         outside=timed if plain else None, flops=6 * HIDDEN * inner * tokens * PICKS,
     )  # fmt: skip
@@ -77,7 +77,7 @@ def _inputs(format, tokens, inner, uneven, key):
     w2 = random_packed(keys[1], format, HIDDEN, inner, EXPERTS, interleaved=False)
     x = jax.random.normal(keys[2], (tokens, HIDDEN)).astype(jnp.bfloat16)
     weights = jax.random.uniform(keys[3], (tokens, PICKS))
-    scores = jax.random.gumbel(keys[4], (TRIPS, tokens, EXPERTS))
+    scores = jax.random.gumbel(keys[4], (CALLS, tokens, EXPERTS))
     if uneven:  # a tenth of the experts get about twice the mean, a tenth a third of it
         scores += 0.7 * jax.random.normal(keys[5], (EXPERTS,))
     picked = jax.lax.top_k(scores, PICKS)[1].astype(jnp.int32)

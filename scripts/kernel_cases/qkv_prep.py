@@ -18,7 +18,7 @@ from pallas_kernels.qkv_prep.shapes import (
     TAPS,
 )
 from scripts.kernel_cases.case import SHORT_CALLS as CALLS
-from scripts.kernel_cases.case import Case
+from scripts.kernel_cases.case import Case, all_of
 
 LONG = 8192  # tokens of a chunk of a prompt
 SLOTS = 1024 + BLOCK
@@ -39,11 +39,12 @@ def _case(tokens, full, plain=False):
     options = OPTIONS | ({"log_scaling": LOG_SCALING} if full else {})
     run = jax.jit(functools.partial(reference.qkv_prep if plain else qkv_prep, **options))
 
-    def step(i, carry, shared):
-        for _ in range(CALLS):
-            q, _, *rings = run(**shared | carry)
-            carry = dict(zip(RINGS, rings, strict=True), q=q.astype(jnp.float32))
-        return carry
+    def step(call, carry, shared):
+        q, r, *rings = run(**shared | carry)
+        q = q.astype(jnp.float32)
+        if plain:
+            q = q.at[0, 0, 0, 0].set(all_of(r))
+        return dict(zip(RINGS, rings, strict=True), q=q)
 
     vectors = tokens * (HEADS * (DIM + RANKS) + 2 * KV_HEADS * DIM)
     return Case(
@@ -62,14 +63,10 @@ def _long(full, plain=False):
     run = reference.qkv_prep_long if plain else qkv_prep_long
     run = jax.jit(functools.partial(run, **options))
 
-    def step(i, products, shared):
-        for _ in range(CALLS):
-            out = jax.lax.optimization_barrier(run(**products, **shared))  # all of it is wanted
-            # Every product is new, or XLA would do once for all calls what depends on an old one.
-            for name, x in zip("qrkv", out, strict=True):
-                first = x[0, 0, 0, 0].astype(jnp.float32)
-                products |= {name: products[name].at[0, 0, 0, 0].set(first)}
-        return products
+    def step(call, products, shared):
+        last = all_of(*run(**products, **shared))
+        # Every product is new, or XLA would do once for all calls what depends on an old one.
+        return {name: x.at[0, 0, 0, 0].set(last) for name, x in products.items()}
 
     vectors = LONG * (HEADS * (DIM + RANKS) + 2 * KV_HEADS * DIM)
     return Case(

@@ -10,7 +10,7 @@ from inkling_jax import sampling as model
 from pallas_kernels import sampling
 from pallas_kernels.sampling import reference
 from pallas_kernels.sampling.shapes import VOCABULARY
-from scripts.kernel_cases.case import CALLS, Case
+from scripts.kernel_cases.case import Case
 
 
 def cases() -> Iterator[Case]:
@@ -34,12 +34,10 @@ def _peer(*inputs):
 def _ends(variant, find, rows, k, p):
     find = jax.jit(find)
 
-    def step(i, logits, top_k, top_p):
-        for _ in range(CALLS):
-            value, token = find(logits, top_k, top_p)
-            # The next call must wait for this one; that costs a launch more.
-            logits = logits.at[:, 0].set(jnp.minimum(value, token.astype(jnp.float32) - 99))
-        return logits
+    def step(call, logits, top_k, top_p):
+        value, token = find(logits, top_k, top_p)
+        # The next call must wait for this one; that costs a launch more.
+        return logits.at[:, 0].set(jnp.minimum(value, token.astype(jnp.float32) - 99))
 
     # In a large nucleus the last token is one of many that rounding may choose.
     judged = 2 if k < VOCABULARY else 1
@@ -53,13 +51,11 @@ def _ends(variant, find, rows, k, p):
 
 
 def _draws(rows):
-    def step(i, logits, top_k, top_p):
+    def step(call, logits, top_k, top_p):
         keys = model.keys_from_seeds(range(rows))
         each = model.Sampling(jnp.ones(rows))
-        for _ in range(CALLS):
-            token, logprob = model.sample(logits, each, keys, jnp.full(rows, i))
-            logits = logits.at[:, 0].set(logprob + token.astype(jnp.float32) * 1e-9 - 99)
-        return logits
+        token, logprob = model.sample(logits, each, keys, jnp.full(rows, call))
+        return logits.at[:, 0].set(logprob + token.astype(jnp.float32) * 1e-9 - 99)
 
     return Case(
         "sampling", "xla draw", f"{rows} rows", step, _setup(rows, 1, 1.0), 4 * rows * VOCABULARY,
