@@ -212,7 +212,7 @@ def encode_pictures(
       pictures: tiles and (rows, columns), as in `Prompt`.
     """
     found: dict[int, np.ndarray] = {}
-    for size, group in _batches([len(tiles) for tiles, _ in pictures]):
+    for size, group in picture_batches([len(tiles) for tiles, _ in pictures]):
         padded = np.zeros((len(group), size, *pictures[0][0].shape[1:]), np.float32)
         for row, i in zip(padded, group, strict=True):
             row[: len(pictures[i][0])] = pictures[i][0]
@@ -228,8 +228,12 @@ def padded_tiles(n: int) -> int:
     return max(-(-n // step) * step, FEWEST_TILES)
 
 
-def _batches(counts: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yields (padded size, which pictures) of calls of a power of two of pictures."""
+def picture_batches(counts: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yields (padded size, which pictures) of calls of a power of two of pictures.
+
+    Args:
+      counts: tiles of each picture.
+    """
     sizes = [padded_tiles(n) for n in counts]
     for size in sorted(set(sizes)):
         left = [i for i, other in enumerate(sizes) if other == size]

@@ -6,7 +6,7 @@ import numpy as np
 from helpers import TINY, tiny_params
 
 from inkling_jax.model import encode_image
-from inkling_jax.reading import _batches, encode_pictures, padded_tiles
+from inkling_jax.reading import encode_pictures, padded_tiles, picture_batches
 from inkling_jax.vision import _axial_angles, _patch_positions, _rotate
 
 
@@ -43,7 +43,7 @@ def test_pictures_are_hardly_padded():
 
 
 def test_like_pictures_are_encoded_together():
-    calls = list(_batches([20, 4, 17, 3, 18, 4097, 9]))
+    calls = list(picture_batches([20, 4, 17, 3, 18, 4097, 9]))
     assert calls == [(4, [1, 3]), (10, [6]), (20, [0, 2]), (20, [4]), (5120, [5])]
 
 

@@ -34,8 +34,6 @@ def attend_with(op, q, r, k, v, proj, sink, gate, splits: int | None) -> jax.Arr
     tokens, heads, dim = q.shape[1:]
     rows = k.shape[2] if splits else heads  # the heads that are left as heads
     groups = heads // rows
-    # Timed calls share `r`, decoding does not: each is to make its own bias.
-    q, r = jax.lax.optimization_barrier((q, r))
     folded = q.reshape(tokens, rows, groups, dim).swapaxes(1, 2).reshape(1, -1, rows, dim)
     bias = _bias(r.reshape(tokens, rows, groups, -1), proj, k.shape[1])
     if splits:
