@@ -3,7 +3,7 @@
 Memory and `peak` are the vendor's data sheets (dense bfloat16; NVLink per direction). `reachable`
 was measured on H200s with JAX 0.11.2; files are under scripts/results:
 
-- read: the sum over 4 GB (decode_h200.json; 4.3 to 4.65 TB/s on other days and devices).
+- read: the sum over 4 GB (decode_h200.json; 4.3 to 4.7 TB/s on other days and devices).
 - read_experts, launch: what makes a decoding step as long as it was, both fitted to the twelve rows
   of kernels in decode_h200.json and decode_rank_h200.json: twelve layers and a TP4 rank's share of
   48, 1, 4 and 8 tokens, 8 K and 100 K of context. These are met within 4 %, and two H200s' steps
@@ -12,11 +12,11 @@ was measured on H200s with JAX 0.11.2; files are under scripts/results:
   prefill_more_h200.json, kernels_h200.json).
 - experts: what six layers over two devices take for 8,192 tokens beyond the same without experts,
   405 to 410 TFLOP/s (sharded_h200.json), 385 to 398 in the run before, which the rate is of. The
-  kernels alone reach 482 to 513, a TP4 rank's columns 350 to 368, and with 2,048 tokens 239
-  (kernels_prefill_h200.json): shorter prefills are slower than planned, 2,200 tokens of a TP4
+  kernels alone reach 455 to 486, a TP4 rank's columns 324 to 337, and with 2,048 tokens 237
+  (kernels_h200.json): shorter prefills are slower than planned, 2,200 tokens of a TP4
   rank's twelve layers by half (prefill_more_h200.json).
 - attention: 191 TFLOP/s where layers slide, 416 where they are full (of an early run beside another
-  benchmark; alone 302 and 544, kernels_prefill_h200.json), in the proportion of a prefill of 8,192
+  benchmark; alone 305 and 557, kernels_h200.json), in the proportion of a prefill of 8,192
   tokens.
 - hop: what NCCL's sum in front of `conv_mix` adds to a decoding step, 14 µs between two devices
   (sharded_h200_decode.json).
