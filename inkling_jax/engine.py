@@ -86,7 +86,9 @@ class Engine:
         Raises:
           InputError: a prompt, picture or setting is not usable; it is named.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
+        if isinstance(prompts, np.ndarray | jax.Array):
+            prompts = prompts.tolist()
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InputError(f"prompts is {prompts!r:.40}, it must be a list of prompts")
         made = self._prompts(prompts, images, raw, effort)
         settings = self._settings(sampling, len(made))
@@ -110,9 +112,14 @@ class Engine:
         raw: bool = False,
         effort: float | None = None,
     ) -> Iterator[StreamPiece]:
-        """Continues one prompt and yields the reply as it comes; the last piece has the output."""
+        """Continues one prompt and yields the reply as it comes; the last piece has the output.
+
+        What `generate` refuses is refused here at once, but for a prompt that is too long.
+        """
         made = self._prompts([prompt], [images], raw, effort)
-        row = self._row(made[0], self._settings(sampling, 1)[0])
+        return self._pieces(self._row(made[0], self._settings(sampling, 1)[0]))
+
+    def _pieces(self, row: Row) -> Iterator[StreamPiece]:
         stats: dict[str, Any] = {}
         for _ in self._blocks([row], STREAM_STEPS, stats):
             yield row.piece()

@@ -1,5 +1,6 @@
 """Finds a model by the name that a user gives: a directory, or a repository on the hub."""
 
+import os
 import re
 from pathlib import Path
 
@@ -22,12 +23,11 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
         raise InputError(f"the model is {model!r:.40}, it must be a directory or a hub id")
     if not isinstance(revision, str | None):
         raise InputError(f"revision is {revision!r:.40}, it must be a branch, tag or commit")
-    directory = Path(model)
-    if directory.is_dir():
+    if os.path.isdir(model):  # which takes names that are none for the system
         if revision is not None:
             raise InputError(f"{model}: is a directory here, it has no revision {revision!r}")
-        return directory
-    if directory.exists():
+        return Path(model)
+    if os.path.exists(model):
         raise InputError(f"{model}: is a file, give the directory that holds config.json")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model)):
         raise InputError(f"{model}: is neither a directory nor a hub id (org/name)")

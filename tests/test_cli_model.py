@@ -269,8 +269,9 @@ def test_demo_neither_leaves_nor_names_what_nobody_asked_to_keep(
 
 
 def test_inspect_counts_what_the_files_hold(inkling, folder, capsys):
-    published, converted = inkling("inspect", "model"), inkling("inspect", "converted")
-    stored = [json.loads(f.read_text()) for f in (folder / "converted/params").glob("*/zarr.json")]
+    inkling("convert", "model", "inspected")
+    published, converted = inkling("inspect", "model"), inkling("inspect", "inspected")
+    stored = [json.loads(f.read_text()) for f in (folder / "inspected/params").glob("*/zarr.json")]
     sizes = [np.dtype(s["data_type"]).itemsize * int(np.prod(s["shape"])) for s in stored]
     assert published["nbytes"] == converted["nbytes"] == sum(sizes)
     assert published["expert_formats"] == ["nvfp4", "bfloat16", "mxfp8"]

@@ -72,6 +72,18 @@ def test_same_seed_same_tokens_in_any_slot(engine):
     assert first != second
 
 
+def test_prompts_may_be_rows_of_an_array(engine):
+    rows = [[3, 4, 5], [6, 7, 8]]
+    expected = [output.token_ids for output in engine.generate(rows, GREEDY)]
+    for prompts in (np.array(rows), jnp.array(rows)):
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+
+
+def test_a_stream_refuses_at_once(engine):
+    with pytest.raises(ij.InputError, match="a prompt is None"):
+        engine.stream(None)
+
+
 def test_stream_equals_generate(engine):
     pieces = list(engine.stream(PROMPTS[0], GREEDY))
     output = engine.generate([PROMPTS[0]], GREEDY)[0]
@@ -169,6 +181,8 @@ def test_bad_prompts_are_refused_by_name(engine, prompt, images, message):
     ("prompts", "options", "message"),
     [
         (5, {}, "prompts is 5"),
+        (np.array(5), {}, "prompts is 5"),
+        (jnp.array(5), {}, "prompts is 5"),
         ("text", {}, "prompts is 'text'"),
         ([5, 6], {}, "a prompt is 5"),
         ([b"ab"], {}, "a prompt is b'ab'"),

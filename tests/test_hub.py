@@ -32,6 +32,8 @@ def test_names_of_models(tmp_path):
         ("../org/name", None, "is neither"),
         (5, None, "the model is 5, it must be"),
         ("", None, "the model is '', it must be"),
+        ("a" * 5000, None, "is neither"),
+        ("a\0b", None, "is neither"),
     ):
         with pytest.raises(InputError, match=reason):
             resolve(name, revision)

@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> None:
     for line in _lines(prompt="> " if terminal and not args.json else ""):
         content = [*picture_parts, {"type": "text", "text": line}] if picture_parts else line
         messages.append({"role": "user", "content": content})
-        stream = model.stream(messages, sampling, images=pictures, effort=args.effort)
         try:
+            stream = model.stream(messages, sampling, images=pictures, effort=args.effort)
             text = _answer(stream, args.json)
         except ij.InputError as e:
             if not terminal:
