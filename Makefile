@@ -41,7 +41,7 @@ sanitize-gpu: export JAX_PLATFORMS = cuda,cpu
 sanitize-gpu: export PYTHONPATH = .:tests
 sanitize-gpu: setup
 	$(SANITIZER) $(PYTHON) scripts/sanitize_kernels.py --planted 2>&1 | grep 'Invalid __global__ write'
-	$(SANITIZER) $(PYTHON) scripts/sanitize_kernels.py
+	$(SANITIZER) --log-file scripts/results/sanitizer.log $(PYTHON) scripts/sanitize_kernels.py
 
 lint: setup
 	$(PYTHON) -m ruff check

@@ -2,7 +2,8 @@
 
 Inputs are random and new in every run; a result is computed over memory filled with NaN. Every
 time is the difference of two trip counts of a jitted `while_loop`, so that launches cost what they
-cost in the product's decode loop. Weights and caches rotate through at least 4 x L2.
+cost in the product's decode loop. Weights and caches rotate through 250 MB (4 x L2), in 16 copies
+at most.
 
 The product's kernels come first, then what they are compared with: other tiles, plain JAX, peers.
 The result is written after every row, and the script ends within seconds of `--minutes`, whatever
@@ -12,6 +13,8 @@ still compiles then. A case that fails or does not compile in time is marked and
 """
 
 import argparse
+import contextlib
+import importlib.metadata
 import itertools
 import os
 import statistics
@@ -81,7 +84,9 @@ def compile_loop(case: Case) -> Any:
         def body(state):
             trip, carry = state
             for call in range(case.calls):
-                carry = case.step(call, carry, *args)
+                # New to XLA in each call: what all calls share it would make once.
+                carry, new = lax.optimization_barrier((carry, args))
+                carry = case.step(call, carry, *new)
             return trip + 1, carry
 
         return lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), carry))[1]
@@ -197,6 +202,13 @@ def measure(case: Case, programs: Programs, carry: Any, args: tuple, target: flo
     }
 
 
+def versions() -> Iterator[tuple[str, str]]:
+    """Yields name and version of what computes, where it is installed."""
+    for name in ("jax", "jaxlib", "jax-triton", "tokamax", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
+
+
 def describe(row: dict) -> str:
     """The figures of a row."""
     if "us" not in row:
@@ -230,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with limited(options.minutes) as deadline:
         result = {
             "device": jax.devices()[0].device_kind,
-            "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+            "versions": dict(versions()),
             "commit": options.commit or subprocess.check_output(git, text=True).strip(),
             "seed": seed,
         }

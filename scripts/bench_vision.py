@@ -5,9 +5,10 @@ One large picture, many like ones and many of all sizes, through what reads the 
 on padded batches that lie on the device, beside the same layers in PyTorch where it is installed.
 FLOP are those of the pictures, so that padding shows.
 
-    PYTHONPATH=. python3 scripts/bench_vision.py [--only 32] [--smoke] [--commit HASH]
+    PYTHONPATH=. python3 scripts/bench_vision.py [--only 32] [--out FILE] [--smoke]
+      [--commit HASH]
 
-Writes scripts/results/vision_h200.json.
+Writes scripts/results/vision_h200.json, or FILE.
 """
 
 import argparse

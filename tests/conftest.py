@@ -71,6 +71,7 @@ def run_summary(stats):
         "skipped": count["skipped"],
         "failed": count["failed"] + count["error"],
         "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
         "commit": os.environ.get("COMMIT") or _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

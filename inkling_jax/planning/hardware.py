@@ -8,7 +8,7 @@ was measured on H200s with JAX 0.11.2; files are under scripts/results:
   of kernels in decode_h200.json and decode_rank_h200.json: twelve layers and a TP4 rank's share of
   48, 1, 4 and 8 tokens, 8 K and 100 K of context. These are met within 4 %, and two H200s' steps
   (sharded_h200_decode.json) within 2 %.
-- products: a bfloat16 8192³ product through XLA, 648 to 686 TFLOP/s (prefill_h200.json,
+- products: a bfloat16 8192³ product through XLA, 648 to 682 TFLOP/s (prefill_h200.json,
   prefill_more_h200.json, kernels_h200.json).
 - experts: what six layers over two devices take for 8,192 tokens beyond the same without experts,
   405 to 410 TFLOP/s (sharded_h200.json), 385 to 398 in the run before, which the rate is of. The
@@ -24,7 +24,7 @@ was measured on H200s with JAX 0.11.2; files are under scripts/results:
   8.6 of eight, and 8.8 of one row within a decoding step (sharded_h200_decode.json).
 - reduce, gather: 8,192 × 4,608 bfloat16 between two devices by NCCL: all-reduce 390 µs,
   reduce-scatter and all-gather 440 µs together. No committed file has these alone; with them, a
-  prefill over two H200s is met within 10 % (sharded_h200.json).
+  prefill over two H200s is met within 7 %, without experts within 20 % (sharded_h200.json).
 
 Assumed: that one process runs a mesh of up to 8 devices, that 4 or 8 exchange as fast as two, and
 that other devices, none of which was measured, reach the same shares of their peaks and take as

@@ -20,7 +20,7 @@ from pallas_kernels.rel_attention_prefill.shapes import (
     SLIDING,
     WINDOW,
 )
-from scripts.kernel_cases.case import Case
+from scripts.kernel_cases.case import IN_TURN, Case
 
 PART = 256  # queries that are compared at either end, as scores of all would not fit
 
@@ -56,7 +56,7 @@ def _case(tokens, window=None, before=0, variant="default", run=rel_attention_pr
         f"{tokens} q" + (f" after {before}" if before else "")
         + (f", window {window}" if window else ""),
         lambda i, q, shared: attending(q, **shared).astype(q.dtype),
-        _setup(tokens, window, before), size, 1,
+        _setup(tokens, window, before), size, IN_TURN,
         result=ends if biased else None, expected=expected if biased else None,
         tolerance=5e-3, compared=variant != "default", flops=4 * DIM * HEADS * pairs,
     )  # fmt: skip

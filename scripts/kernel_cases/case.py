@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plt
 ROTATE = 250e6  # bytes: more than 4 x L2
 # Calls a trip at least: few launches are not captured, and a trip then costs 27 us by itself.
 CALLS = 8
+IN_TURN = 2  # of what takes milliseconds: one alone would end in a copy to where it began
 SHORT_CALLS = 40  # of kernels of few microseconds: a captured trip costs about 17 us by itself
 
 
