@@ -122,9 +122,10 @@ def _profile(directory: str | None) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     try:
         os.makedirs(directory, exist_ok=True)
-    except OSError as e:
+    except (OSError, ValueError, RecursionError) as e:
+        reason = getattr(e, "strerror", None) or e
         raise InputError(
-            f"--profile: {directory!r} cannot be made ({e.strerror}), name another directory"
+            f"--profile: {directory!r:.80} cannot be made ({reason}), name another directory"
         ) from e
     import jax
 

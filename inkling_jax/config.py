@@ -5,6 +5,7 @@ are passed to the functions that use them.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -93,8 +94,12 @@ class TextConfig:
     def check_context(self, tokens: int) -> None:
         """Refuses a number of tokens of prompt and reply that this model does not read."""
         limit = self.max_position_embeddings
-        if type(tokens) is not int or not 1 <= tokens <= limit:
-            raise InputError(f"context is {tokens!r}, this model reads 1 to {limit} tokens")
+        whole = isinstance(tokens, numbers.Integral) and not isinstance(tokens, bool)
+        if not whole or not 1 <= tokens <= limit:
+            raise InputError(
+                f"context is {tokens!r}, it must be a whole number: this model reads 1 to {limit} "
+                "tokens"
+            )
 
     def starts_block(self, layer: int) -> bool:
         """Tells whether the attention residual starts a new block at layer `layer`."""

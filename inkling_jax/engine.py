@@ -23,7 +23,7 @@ from inkling_jax.decoding import Packed, Rings
 from inkling_jax.errors import InputError
 from inkling_jax.generation import Requests
 from inkling_jax.outputs import GenerationOutput, Row, Score, StreamPiece
-from inkling_jax.prompts import Prompt, PromptInput, make_prompt
+from inkling_jax.prompts import Prompt, PromptInput, as_lists, make_prompt
 from inkling_jax.proposing import Speculator
 from inkling_jax.reading import Scoring, padded_rows, power_of_two, prefill_chunks, read_prompts
 from inkling_jax.sampling import Sampling, keys_from_seeds
@@ -86,8 +86,7 @@ class Engine:
         Raises:
           InputError: a prompt, picture or setting is not usable; it is named.
         """
-        if isinstance(prompts, np.ndarray | jax.Array):
-            prompts = prompts.tolist()
+        prompts = as_lists(prompts)
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InputError(f"prompts is {prompts!r:.40}, it must be a list of prompts")
         made = self._prompts(prompts, images, raw, effort)
@@ -114,14 +113,17 @@ class Engine:
     ) -> Iterator[StreamPiece]:
         """Continues one prompt and yields the reply as it comes; the last piece has the output.
 
-        What `generate` refuses is refused here at once, but for a prompt that is too long.
+        What `generate` refuses is refused here at once.
         """
         made = self._prompts([prompt], [images], raw, effort)
-        return self._pieces(self._row(made[0], self._settings(sampling, 1)[0]))
-
-    def _pieces(self, row: Row) -> Iterator[StreamPiece]:
+        row = self._row(made[0], self._settings(sampling, 1)[0])
         stats: dict[str, Any] = {}
-        for _ in self._blocks([row], STREAM_STEPS, stats):
+        return self._pieces(row, self._blocks([row], STREAM_STEPS, stats), stats)
+
+    def _pieces(
+        self, row: Row, blocks: Iterator[None], stats: dict[str, Any]
+    ) -> Iterator[StreamPiece]:
+        for _ in blocks:
             yield row.piece()
         yield dataclasses.replace(row.piece(), output=row.output(stats))
 
@@ -148,6 +150,8 @@ class Engine:
         return Score(values[: len(made[0].ids) - 1], every)
 
     def _prompts(self, prompts, images, raw, effort) -> list[Prompt]:
+        if not isinstance(raw, bool):
+            raise InputError(f"raw is {raw!r:.40}, use True or False")
         images = [()] * len(prompts) if images is None else images
         if not isinstance(images, list | tuple):
             raise InputError(f"images is {images!r:.40}, it must be a list with a list per prompt")
@@ -172,17 +176,27 @@ class Engine:
         return [s.over(self.defaults) for s in sampling]
 
     def _blocks(self, rows: Sequence[Row], steps: int, stats: dict[str, Any]) -> Iterator[None]:
-        """Serves a batch; after each block of steps its tokens are in the rows."""
+        """Returns what serves a batch: after each block of steps its tokens are in the rows."""
+        budgets = [self._budget(row) for row in rows]
+        scored = any(row.sampling.prompt_logprobs is not None for row in rows)
+        if scored and self.speculator:
+            raise InputError("prompt_logprobs is not supported with a drafter, leave one out")
+        capacity = self._capacity([row.prompt for row in rows], budgets)
+        scoring = Scoring(MAX_ALTERNATIVES) if scored else None
+        return self._serve(rows, budgets, capacity, scoring, steps, stats)
+
+    def _serve(
+        self,
+        rows: Sequence[Row],
+        budgets: Sequence[int],
+        capacity: int,
+        scoring: Scoring | None,
+        steps: int,
+        stats: dict[str, Any],
+    ) -> Iterator[None]:
         started = time.perf_counter()
         prompts = [row.prompt for row in rows]
-        budgets = [self._budget(row) for row in rows]
         alternatives = MAX_ALTERNATIVES if any(row.sampling.logprobs for row in rows) else 0
-        scoring = None
-        if any(row.sampling.prompt_logprobs is not None for row in rows):
-            if self.speculator:
-                raise InputError("prompt_logprobs is not supported with a drafter, leave one out")
-            scoring = Scoring(MAX_ALTERNATIVES)
-        capacity = self._capacity(prompts, budgets)
         ahead = self.speculator.drafts if self.speculator else 0  # read beyond the last token
         room = (capacity + ahead, 1 + ahead)
         with on(self.mesh):

@@ -30,7 +30,7 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
     if os.path.exists(model):
         raise InputError(f"{model}: is a file, give the directory that holds config.json")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model)):
-        raise InputError(f"{model}: is neither a directory nor a hub id (org/name)")
+        raise InputError(f"{str(model)!r:.120}: is neither a directory nor a hub id (org/name)")
     return _fetch(str(model), revision)
 
 

@@ -59,8 +59,8 @@ def decode(source: Source, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "H
     Raises:
         InputError: the picture is missing, unreadable, empty or too large.
     """
-    if isinstance(source, np.ndarray):
-        source = _from_array(source)
+    if isinstance(source, np.ndarray) or hasattr(source, "__array__"):  # such as JAX's
+        source = _from_array(np.asarray(source))
     if isinstance(source, Image.Image):
         return _decode(source, max_pixels, "the given picture")
     data, name = _read(source)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ def parse_messages(messages: Any, images: Sequence[Any] = ()) -> Conversation:
 
 def check_effort(effort: float) -> None:
     """Raises InputError unless this is a thinking effort, 0 to 0.99."""
-    if not isinstance(effort, int | float) or not 0 <= effort <= 0.99:
+    if not isinstance(effort, numbers.Real) or not 0 <= effort <= 0.99:
         raise InputError(f"effort is {effort!r}, it must be a number from 0 to 0.99")
 
 

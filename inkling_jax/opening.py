@@ -82,6 +82,7 @@ def _load(model, dtype, context, revision, drafter, draft_tokens, mesh: Mesh | N
     config = Config.from_file(directory / "config.json")
     if context is not None:
         config.text.check_context(context)
+        context = int(context)
     settings = read_settings(directory, config)
     dtype = _activations_dtype(dtype)
     speculator = open_speculator(directory, config, dtype, drafter, draft_tokens)

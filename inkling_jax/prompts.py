@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from inkling_jax import images as pictures
@@ -49,15 +50,14 @@ def make_prompt(
       InputError: the prompt is empty, has ids outside the vocabulary, needs a tokenizer or template
         that is missing, does not match its pictures, or is none for which `effort` means something.
     """
-    if isinstance(prompt, np.ndarray | jax.Array):
-        prompt = prompt.tolist()
+    prompt = as_lists(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise InputError(
             f"a prompt is {prompt!r:.40}, it must be a text, a list of token ids or of messages"
         )
     if _is_ids(prompt):
         _refuse_effort(effort)
-        ids, images = list(prompt), tuple(images)
+        ids, images = [as_lists(token) for token in prompt], tuple(images)
         tiles = [pictures.tiles(source, config.vision.tile_size) for source in images]
     elif tokenizer is None:
         raise InputError("the checkpoint has no tokenizer.json, pass token ids instead of text")
@@ -80,7 +80,8 @@ def make_prompt(
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < limit:
             raise InputError(
-                f"token {at} of the prompt is {token}, ids are whole numbers from 0 to {limit - 1}"
+                f"token {at} of the prompt is {token!r:.40}, ids are whole numbers from 0 to "
+                f"{limit - 1}"
             )
     rows = image_rows(ids, config.image_token_id, [len(t) for t, _ in tiles])
     return Prompt(ids, rows, tiles)
@@ -91,8 +92,13 @@ def _refuse_effort(effort: float | None) -> None:
         raise InputError("effort is for chat prompts, leave it out with raw texts and token ids")
 
 
+def as_lists(value: Any) -> Any:
+    """Returns an array of numbers as lists of them, and anything else as it is."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    return value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
+
+
 def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
-    """Whether numbers are meant, if only as ids that are still to be checked."""
-    return not isinstance(prompt, str) and all(
-        isinstance(t, int | float | np.number) for t in prompt
-    )
+    """Whether ids are meant, which are still to be checked."""
+    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], str | Mapping))

@@ -37,8 +37,8 @@ class Speculator:
     def __post_init__(self):
         if type(self.drafts) is not int or not 1 <= self.drafts <= self.config.block_size:
             raise InputError(
-                f"draft-tokens is {self.drafts!r}, it must lie in 1…{self.config.block_size}, the "
-                "drafter's block_size"
+                f"draft-tokens is {self.drafts!r}, it must be a whole number in "
+                f"1…{self.config.block_size}, the drafter's block_size"
             )
         if self.cost is not None and not self.config.enable_confidence_head:
             raise InputError(

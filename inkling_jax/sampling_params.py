@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from inkling_jax.errors import InputError
@@ -70,8 +70,8 @@ class SamplingParams:
         self._number("seed", int, 0, 2**63 - 1)
         self._number("logprobs", int, 0, MAX_ALTERNATIVES)
         self._number("prompt_logprobs", int, 0, MAX_ALTERNATIVES)
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise InputError(f"sampling: stop is {self.stop!r}, it must hold non-empty strings")
+        if not all(isinstance(s, str) and s and _is_unicode(s) for s in self.stop):
+            raise InputError(f"sampling: stop is {self.stop!r}, it must hold non-empty texts")
         if not all(_is_int(i) and i >= 0 for i in self.stop_token_ids):
             raise InputError(
                 f"sampling: stop_token_ids is {self.stop_token_ids!r}, it must hold token ids"
@@ -123,5 +123,11 @@ def _is_int(value: Any) -> bool:
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
-    many = isinstance(value, Sequence) and not isinstance(value, str)
+    value = value.tolist() if hasattr(value, "tolist") else value  # an array
+    many = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     return tuple(value) if many else (value,)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether no half of a surrogate pair stands alone, as in text that was no UTF-8."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)

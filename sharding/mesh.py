@@ -213,10 +213,10 @@ def _read_yaml(file: Path) -> list[str]:
     """Returns the `name: value` lines of flat YAML, which needs no parser."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as e:
-        raise MeshError(f"{file}: cannot be read ({e.strerror})") from e
     except UnicodeDecodeError as e:
         raise MeshError(f"{file}: is not text in UTF-8, write lines such as tp: 4") from e
+    except (OSError, ValueError) as e:
+        raise MeshError(f"{file}: cannot be read ({getattr(e, 'strerror', None) or e})") from e
     bare = (line.partition("#")[0].strip() for line in lines)
     return [line for line in bare if line and line != "---"]
 

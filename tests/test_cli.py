@@ -49,6 +49,8 @@ def test_every_command_has_help_and_the_common_flags(capsys, command):
         (["env", "--js"], "--js"),
         (["env", "--profile", __file__], f"--profile: {__file__!r} cannot be made"),
         (["env", "--profile", ""], "--profile: ''"),
+        (["env", "--profile", "a/" * 3000], "--profile: 'a/a/"),
+        (["demo", "--out", ""], "--out is empty"),
     ],
 )
 def test_wrong_words_are_named(capsys, arguments, named):

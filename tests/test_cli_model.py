@@ -320,6 +320,7 @@ GENERATE = ("generate", "--model", "model", "--max-tokens", "4")
         ((*GENERATE, "--tokens", "tokens.json", "--effort", "0.5"), "effort"),
         ((*GENERATE, "--prompt", "Hi", "--raw", "--effort", "0.5"), "effort"),
         (("generate", "--model", "bare", "--tokens", "tokens.json", "--stop", "x"), "stop"),
+        ((*GENERATE, "--prompt", "Hi", "--stop", "a\udcff"), "stop"),
         (("chat", "--model", "bare"), "bare"),
         (("chat", "--model", "model", "--effort", "nan"), "effort is nan"),
         (("chat", "--model", "model", "--image", "absent.png"), "absent.png"),

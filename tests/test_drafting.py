@@ -148,10 +148,10 @@ def test_the_drafter_that_was_asked_for_is_opened(model):
     assert opened(model, None, None) is None and opened(model, "none", None) is None
     assert opened(model / "bare", "auto", "auto") is None
     for directory, drafter, tokens, message in [
-        (model, "auto", 9, "draft-tokens is 9, it must lie in 1…8"),
+        (model, "auto", 9, "draft-tokens is 9, it must be a whole number in 1…8"),
         (model, "none", 4, "draft-tokens is 4, but there is no drafter"),
         (model / "bare", "auto", 4, "draft-tokens is 4, but there is no drafter"),
-        (model, "auto", "x", "draft-tokens is 'x', it must lie in 1…8"),
+        (model, "auto", "x", "draft-tokens is 'x', it must be a whole number in 1…8"),
         (model, 5, None, "drafter is 5, it must be a directory"),
         (model, "", None, "drafter is '', it must be a directory"),
         (model, model / "absent", None, "cannot be read"),

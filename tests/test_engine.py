@@ -75,13 +75,26 @@ def test_same_seed_same_tokens_in_any_slot(engine):
 def test_prompts_may_be_rows_of_an_array(engine):
     rows = [[3, 4, 5], [6, 7, 8]]
     expected = [output.token_ids for output in engine.generate(rows, GREEDY)]
-    for prompts in (np.array(rows), jnp.array(rows)):
+    for prompts in (np.array(rows), jnp.array(rows), [list(row) for row in jnp.array(rows)]):
         assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+
+
+def test_arrays_that_hold_no_prompts_are_refused(engine):
+    for prompts, message in (
+        (jnp.array(5), "prompts is 5"),
+        (jax.random.key(0), "prompts is Array"),
+        ([jax.random.key(0)], "a prompt is Array"),
+        ([jnp.array([[3, 4]])], r"token 0 of the prompt is \[3, 4\]"),
+    ):
+        with pytest.raises(ij.InputError, match=message):
+            engine.generate(prompts)
 
 
 def test_a_stream_refuses_at_once(engine):
     with pytest.raises(ij.InputError, match="a prompt is None"):
         engine.stream(None)
+    with pytest.raises(ij.InputError, match="max_tokens is 64"):
+        engine.stream([3], ij.SamplingParams(max_tokens=64))
 
 
 def test_stream_equals_generate(engine):
@@ -164,6 +177,8 @@ def test_a_picture_alone_is_a_prompt(engine, rows, columns):  # CS-01
         ([1.5], [], "token 0 of the prompt is 1.5"),
         (np.array([5.0, 6.0]), [], "token 0 of the prompt is 5.0"),
         ([3, True], [], "token 1 of the prompt is True"),
+        ([3, None], [], "token 1 of the prompt is None"),
+        ([3, "a"], [], "token 1 of the prompt is 'a'"),
         ([43], [], "43"),
         ([47], [], "47"),
         (list(range(40)) * 2, [], "80 tokens"),
@@ -182,7 +197,7 @@ def test_bad_prompts_are_refused_by_name(engine, prompt, images, message):
     [
         (5, {}, "prompts is 5"),
         (np.array(5), {}, "prompts is 5"),
-        (jnp.array(5), {}, "prompts is 5"),
+        ([[3]], {"raw": "no"}, "raw is 'no', use True or False"),
         ("text", {}, "prompts is 'text'"),
         ([5, 6], {}, "a prompt is 5"),
         ([b"ab"], {}, "a prompt is b'ab'"),
@@ -205,7 +220,7 @@ def test_values_of_another_type_or_without_effect_are_refused(engine, prompts, o
 
 @pytest.mark.parametrize("tokens", [0, 4097, "9", 9.0])
 def test_a_context_that_the_model_does_not_read_is_refused(tokens):
-    with pytest.raises(ij.InputError, match=f"context is {tokens!r}, this model reads 1 to 4096"):
+    with pytest.raises(ij.InputError, match=f"context is {tokens!r}, it must .* 1 to 4096"):
         CONFIG.text.check_context(tokens)
 
 

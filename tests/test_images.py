@@ -3,6 +3,7 @@
 import base64
 import io
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -78,7 +79,8 @@ def test_all_sources_give_equal_pixels(tmp_path):
     file = tmp_path / "ä picture.png"
     file.write_bytes(data)
     url = "data:image/png;base64," + base64.b64encode(data).decode()
-    for source in (data, file, str(file), url, url.replace("=", "%3D"), Image.open(file), RGB):
+    arrays = RGB, jnp.array(RGB)
+    for source in (data, file, str(file), url, url.replace("=", "%3D"), Image.open(file), *arrays):
         np.testing.assert_array_equal(decode(source), RGB)
 
 

@@ -143,7 +143,9 @@ def test_a_directory_without_a_config_is_named(tmp_path):
 
 @pytest.mark.parametrize("drafts", [0, 9])
 def test_more_drafts_than_the_block_holds_are_refused(drafts):
-    with pytest.raises(InputError, match=f"draft-tokens is {drafts}, it must lie in 1…8"):
+    with pytest.raises(
+        InputError, match=f"draft-tokens is {drafts}, it must be a whole number in 1…8"
+    ):
         Speculator(init_drafter(DRAFTER, jax.random.key(0)), DRAFTER, drafts)
 
 

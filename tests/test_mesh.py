@@ -46,6 +46,7 @@ def test_sizes_come_from_text_presets_and_yaml(tmp_path):
         ("tp=" + 5000 * "9", "99.*is not understood"),
         ("tp=0", "tp is 0, it must be a whole number from 1 on"),
         ("absent.yaml", "absent.yaml: cannot be read"),
+        ("a\0.yaml", "cannot be read"),
         ("", "is not understood"),
     ],
 )

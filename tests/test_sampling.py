@@ -240,7 +240,7 @@ BAD_OPTIONS = [
     *({"top_p": p} for p in (1.1, -0.1, float("nan"))),
     *({"min_p": p} for p in (2, -1)),
     *({"seed": s} for s in (-1, 2**63)),
-    *({"stop": s} for s in ("", 3, (3,))),
+    *({"stop": s} for s in ("", 3, (3,), b"x", "a\udcff")),
     *({"logprobs": 21}, {"prompt_logprobs": -1}, {"max_tokens": 0}, {"stop_token_ids": (-1,)}),
     *({"n": 2}, {"presence_penalty": 0.5}, {"logit_bias": {}}, {"repetition_penalty": 1.1}),
     *({"ignore_eos": 1}, {"temperatur": 1.0}),
@@ -266,6 +266,8 @@ def test_arguments_override_the_generation_config():
     assert (merged.temperature, merged.top_k, merged.max_tokens) == (0.2, 20, 3)
     assert merged.stop == ("x",)
     assert SamplingParams(stop=None, stop_token_ids=[5]).stop_token_ids == (5,)
+    for ids in (np.array([5, 6]), jnp.array([5, 6]), {5, 6}):
+        assert SamplingParams(stop_token_ids=ids).stop_token_ids == (5, 6)
     assert SamplingParams.from_generation_config({"temperature": 0.7}).temperature == 0
     rows = Sampling.stack([merged, SamplingParams(), dataclasses.replace(merged, top_k=10**12)])
     np.testing.assert_allclose(rows.temperature, [0.2, 1, 0.2])

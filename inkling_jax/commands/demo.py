@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Returns both questions with their answers, and where model and picture are, if kept."""
+    if args.out == "":
+        raise ij.InputError("--out is empty, name a directory or leave it out")
     if args.out is not None:
         return _show(Path(args.out), args.json, kept=True)
     with tempfile.TemporaryDirectory(prefix="inkling-jax-demo-") as out:

@@ -131,6 +131,8 @@ def plan(
 ) -> Plan:
     """Plans a model on a mesh of devices, neither of which need be there.
 
+    Call it before JAX is used: it has as many devices simulated as the mesh needs only then.
+
     Args:
       model: "small" for Inkling 2 Small, or a published or converted directory, or a hub id.
       mesh: as `load` takes it.
