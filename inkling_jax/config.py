@@ -5,12 +5,19 @@ are passed to the functions that use them.
 """
 
 import dataclasses
-import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from inkling_jax.config_fields import build, check_positive, read_json, require, section, typed
+from inkling_jax.config_fields import (
+    build,
+    check_positive,
+    is_whole,
+    read_json,
+    require,
+    section,
+    typed,
+)
 from inkling_jax.errors import InputError
 
 SLIDING, FULL = "hybrid_sliding", "hybrid"
@@ -94,8 +101,7 @@ class TextConfig:
     def check_context(self, tokens: int) -> None:
         """Refuses a number of tokens of prompt and reply that this model does not read."""
         limit = self.max_position_embeddings
-        whole = isinstance(tokens, numbers.Integral) and not isinstance(tokens, bool)
-        if not whole or not 1 <= tokens <= limit:
+        if not is_whole(tokens) or not 1 <= tokens <= limit:
             raise InputError(
                 f"context is {tokens!r}, it must be a whole number: this model reads 1 to {limit} "
                 "tokens"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import numbers
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -102,6 +103,11 @@ def typed(value: Any, kind: Any, where: str) -> Any:
     raise InputError(
         f"{where} is {value!r}, not of the expected type {getattr(kind, '__name__', kind)}"
     )
+
+
+def is_whole(value: Any) -> bool:
+    """Whether this is a whole number, Python's or NumPy's; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def require(holds: bool, message: str) -> None:

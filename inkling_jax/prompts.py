@@ -10,6 +10,7 @@ import numpy as np
 
 from inkling_jax import images as pictures
 from inkling_jax.config import Config
+from inkling_jax.config_fields import is_whole
 from inkling_jax.errors import InputError
 from inkling_jax.messages import parse_messages
 from inkling_jax.text import Tokenizer, image_rows
@@ -77,8 +78,7 @@ def make_prompt(
         raise InputError("the prompt is empty, it must have at least one token")
     limit = config.text.unpadded_vocab_size
     for at, token in enumerate(ids):
-        whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
-        if not whole or not 0 <= token < limit:
+        if not is_whole(token) or not 0 <= token < limit:
             raise InputError(
                 f"token {at} of the prompt is {token!r:.40}, ids are whole numbers from 0 to "
                 f"{limit - 1}"

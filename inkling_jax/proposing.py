@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from inkling_jax.config import Config
+from inkling_jax.config_fields import is_whole
 from inkling_jax.draft_layers import Context
 from inkling_jax.drafter import confidences, draft, markov_start, propose_next
 from inkling_jax.drafter_config import DrafterConfig
@@ -35,7 +36,7 @@ class Speculator:
     cost: Float[Array, " m"] | None = None
 
     def __post_init__(self):
-        if type(self.drafts) is not int or not 1 <= self.drafts <= self.config.block_size:
+        if not is_whole(self.drafts) or not 1 <= self.drafts <= self.config.block_size:
             raise InputError(
                 f"draft-tokens is {self.drafts!r}, it must be a whole number in "
                 f"1…{self.config.block_size}, the drafter's block_size"

@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from inkling_jax.config_fields import is_whole
 from inkling_jax.errors import InputError
 
 GREEDY_BELOW = 1e-5  # temperatures under it mean the most probable token
@@ -72,7 +73,7 @@ class SamplingParams:
         self._number("prompt_logprobs", int, 0, MAX_ALTERNATIVES)
         if not all(isinstance(s, str) and s and _is_unicode(s) for s in self.stop):
             raise InputError(f"sampling: stop is {self.stop!r}, it must hold non-empty texts")
-        if not all(_is_int(i) and i >= 0 for i in self.stop_token_ids):
+        if not all(is_whole(i) and i >= 0 for i in self.stop_token_ids):
             raise InputError(
                 f"sampling: stop_token_ids is {self.stop_token_ids!r}, it must hold token ids"
             )
@@ -114,10 +115,6 @@ class SamplingParams:
     def resolved(self) -> Self:
         """Returns these settings with the unset ones at values that change nothing."""
         return self.over(type(self)(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -132,6 +132,14 @@ def test_nothing_that_a_timed_call_makes_is_left_out():
     }
 
 
+def test_what_depends_on_shared_inputs_alone_is_made_in_each_call():
+    case = Case(
+        "square", "one", "64", lambda call, x, w: x + (w @ w)[0],
+        lambda key: (jnp.ones(64), (jnp.ones((64, 64)),)), 1, calls=3,
+    )  # fmt: skip
+    assert bench_kernels.compile_loop(case).as_text().count(" dot(") == 3
+
+
 def test_a_trip_makes_as_many_calls_as_its_time_is_divided_by():
     case = adding(1.0, calls=5)
     loop = bench_kernels.compile_loop(case)

@@ -54,7 +54,10 @@ class Case:
 
 
 def all_of(*results: jax.Array) -> jax.Array:
-    """A number for the next call to wait for: XLA leaves out, or cuts, what nothing waits for."""
+    """Returns a float32 number that waits for all of the arrays, whatever their shapes.
+
+    XLA leaves out, or cuts, what nothing waits for.
+    """
     results = jax.lax.optimization_barrier(results)
     return sum(x.ravel()[0].astype(jnp.float32) for x in results)
 

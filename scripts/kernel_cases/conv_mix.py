@@ -34,7 +34,7 @@ def _case(batch, tokens, queries=1, plain=False):
 
     def step(call, carry, shared):
         z, u, scale, state = run(**carry, **shared)
-        if plain:
+        if plain:  # a kernel is made whole
             u = u.at[0, 0, 0].set(all_of(*jax.tree.leaves(z), scale))
         return {"u": u, "state": state}  # a chain: the next output is what this one left
 

@@ -42,7 +42,7 @@ def _case(tokens, full, plain=False):
     def step(call, carry, shared):
         q, r, *rings = run(**shared | carry)
         q = q.astype(jnp.float32)
-        if plain:
+        if plain:  # a kernel is made whole
             q = q.at[0, 0, 0, 0].set(all_of(r))
         return dict(zip(RINGS, rings, strict=True), q=q)
 
